@@ -1,0 +1,142 @@
+// What the host sides of the CUDA backends share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "core/backend.h"
+#include "device/tile_scheduler.cuh"
+
+namespace flash_ext::device {
+
+constexpr int64_t kMaxLength = int64_t{1}
+                               << 28;  // of a sequence: row and key arithmetic is in int32
+
+// Whether a build ("nvcc 13.0, sm_80 sm_90 compute_90, ...") has code for a card.
+inline bool built_for(const char* build, int cc) {
+  for (const char* at = build; (at = std::strchr(at, '_')) != nullptr; ++at) {
+    const int arch = std::atoi(at + 1);
+    const bool specific = at[1 + (arch < 100 ? 2 : 3)] == 'a';  // 90a: that card alone
+    if (at - build >= 2 && std::strncmp(at - 2, "sm", 2) == 0) {
+      if (specific ? arch == cc : arch / 10 == cc / 10 && arch <= cc) return true;
+    }
+    if (at - build >= 7 && std::strncmp(at - 7, "compute", 7) == 0 && !specific && arch <= cc)
+      return true;
+  }
+  return false;
+}
+
+inline Status unsupported(const char* sentence) {
+  return make_status(Code::kUnsupported, "%s", sentence);
+}
+
+// What no CUDA backend can do yet; each adds what its own tiles and cards cannot.
+inline Status common_why_not(const Problem& p) {
+  const auto dtype = static_cast<DType>(p.dtype);
+  if (static_cast<DeviceType>(p.device.type) != DeviceType::kCuda)
+    return unsupported("it needs a CUDA device");
+  if (static_cast<Pass>(p.pass) == Pass::kBackward)
+    return unsupported("its backward is not built yet");
+  if (dtype != DType::kFloat16 && dtype != DType::kBFloat16)
+    return unsupported("it takes float16 and bfloat16 only");
+  if (p.softcap > 0) return unsupported("softcap is not built yet");
+  if (p.has_alibi) return unsupported("alibi_slopes is not built yet");
+  if (p.dropout_threshold) return unsupported("dropout is not built yet");
+  if (p.head_dim % 8 || p.head_dim_v % 8) {
+    return make_status(Code::kUnsupported,
+                       "head_dim and head_dim_v must be multiples of 8, got %d and %d", p.head_dim,
+                       p.head_dim_v);
+  }
+  if (p.seqlen_q >= kMaxLength || p.seqlen_k >= kMaxLength)
+    return unsupported("a sequence must be shorter than 2^28");
+  return ok_status();
+}
+
+// Whether an instance that was found fits the card and the problem its grid.
+inline Status instance_why_not(const Problem& p, int smem_bytes, int64_t tiles) {
+  if (smem_bytes > p.device.smem_optin) {
+    return make_status(Code::kUnsupported,
+                       "its tile needs %d bytes of shared memory, this card gives %d", smem_bytes,
+                       p.device.smem_optin);
+  }
+  return tiles <= INT32_MAX ? ok_status() : unsupported("it has more than 2^31 tiles of queries");
+}
+
+inline Status cuda_status(cudaError_t error, const char* where) {
+  if (error == cudaSuccess) return ok_status();
+  return make_status(Code::kCudaError, "%s: %s (%s)", where, cudaGetErrorName(error),
+                     cudaGetErrorString(error));
+}
+
+// Makes the tensors' device the current one, and the one before it again at the end.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int ordinal) : ordinal_(ordinal) {
+    cudaGetDevice(&before_);
+    if (before_ != ordinal_) cudaSetDevice(ordinal_);
+  }
+  ~DeviceGuard() {
+    if (before_ != ordinal_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+
+ private:
+  int ordinal_, before_ = 0;
+};
+
+inline int clamp_window(int64_t window) {
+  return static_cast<int>(std::min(window, 2 * kMaxLength));
+}
+
+inline int padded_length(bool packed, int64_t total, int batch) {
+  return packed || batch == 0 ? 0 : static_cast<int>(total / batch);
+}
+
+inline TileScheduler make_scheduler(const Problem& p, int block_m) {
+  TileScheduler scheduler{};
+  scheduler.nheads = p.nheads;
+  const int seqlen_q = padded_length(p.packed_q, p.total_q, p.batch);
+  scheduler.m_slots = static_cast<int>(p.packed_q ? packed_slots(p.total_q, p.batch, block_m)
+                                                  : (seqlen_q + block_m - 1) / block_m);
+  scheduler.lanes = p.packed_q ? p.nheads : p.batch * p.nheads;
+  scheduler.lanes_per_group = 1;
+  scheduler.longest_first = p.window_right >= 0;
+  scheduler.num_tiles = int64_t{scheduler.m_slots} * scheduler.lanes;
+  return scheduler;
+}
+
+// The fields that FwdParams of every generation has.
+template <typename Params>
+void fill_params(const Problem& p, const FwdTensors& t, int block_m, Params& params) {
+  params.lse = static_cast<float*>(t.lse);
+  params.sinks = static_cast<const float*>(t.sinks);
+  params.cu_seqlens_k = t.cu_seqlens_k, params.seqused_q = t.seqused_q,
+  params.seqused_k = t.seqused_k;
+  params.scheduler = make_scheduler(p, block_m);
+  params.rows_q = {t.cu_seqlens_q, p.batch, p.total_q};
+  params.seqlen_q = padded_length(p.packed_q, p.total_q, p.batch);
+  params.seqlen_k = padded_length(p.packed_k, p.total_k, p.batch);
+  params.batch = p.batch, params.nheads = p.nheads;
+  params.heads_per_kv = p.nheads_k ? p.nheads / p.nheads_k : 1;
+  params.top_left = p.top_left;
+  params.window_left = clamp_window(p.window_left),
+  params.window_right = clamp_window(p.window_right);
+  params.softmax_scale = static_cast<float>(p.softmax_scale);
+  params.softmax_scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
+}
+
+inline Status alloc(const Device* device, uint64_t bytes, void* stream, void** out) {
+  const DeviceGuard guard(device->ordinal);
+  return cuda_status(cudaMallocAsync(out, bytes, static_cast<cudaStream_t>(stream)),
+                     "the workspace");
+}
+
+inline Status free(const Device* device, void* data, void* stream) {
+  const DeviceGuard guard(device->ordinal);
+  return cuda_status(cudaFreeAsync(data, static_cast<cudaStream_t>(stream)), "the workspace");
+}
+
+}  // namespace flash_ext::device

@@ -1,0 +1,84 @@
+// mbarriers, named barriers, and the position in a ring of buffers. Every wait and arrive of a
+// pipeline goes through here, so the jitter build delays them all.
+#pragma once
+
+#include <cstdint>
+
+#include "device/jitter.cuh"
+#include "device/ptx.cuh"
+
+namespace flash_ext::device {
+
+// A position in a ring of kStages buffers, and the parity that its barriers complete next.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;  // flips on each lap
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the async proxy (TMA) too.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  jitter();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// One arrival that also announces bytes still to come by TMA.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  jitter();
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Waits until the phase of this parity is complete. A fresh barrier passes a wait for parity 1.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  jitter();
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barrier `id` of `threads` threads, those that sync and those that only arrive counted.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  jitter();
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  jitter();
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <uint32_t kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <uint32_t kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace flash_ext::device

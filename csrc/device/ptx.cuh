@@ -1,0 +1,96 @@
+// One PTX instruction, one named function. Shared-memory addresses are 32-bit offsets, so that a
+// kernel can do its address arithmetic with one XOR or an immediate.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "device/jitter.cuh"
+
+namespace flash_ext::device {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes from global to shared memory, or writes 16 zeros when keep is false: memory that
+// belongs to somebody else is then not read at all.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool keep) {
+  const int bytes = keep ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(gmem),
+               "r"(bytes));
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::); }
+
+// Waits until at most kPending of this thread's committed groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  jitter();
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+}
+
+__device__ __forceinline__ void block_barrier() {
+  jitter();
+  __syncthreads();
+}
+
+// Four 8x8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem));
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem));
+}
+
+// The reverse of ldmatrix_x4. Hopper and later.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void st_shared(uint32_t smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(smem)
+               : "memory");
+  return value;
+}
+
+// 2^x, two ulp, denormal results become 0; 2^-inf = 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two values rounded to Element and packed, the first in the low half.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+}  // namespace flash_ext::device

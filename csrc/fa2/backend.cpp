@@ -1,0 +1,135 @@
+// The table of fa2: what it can run, which instance runs it, and the call.
+#include <algorithm>
+
+#include "device/host.h"
+#include "fa2/launch.h"
+
+namespace flash_ext::fa2 {
+namespace {
+
+using namespace device;
+
+constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
+
+// ---- instances
+// --------------------------------------------------------------------------------------
+
+template <typename Element>
+constexpr DType kDType = DType::kFloat16;
+template <>
+constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
+
+struct Instance {
+  DType dtype;
+  int head_dim, block_m, block_n, stages;
+  cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
+
+  int smem_bytes() const { return 2 * head_dim * (block_m + 2 * stages * block_n); }
+};
+
+#define INSTANCE(header, element, head_dim, block_m, block_n, stages) \
+  {kDType<element>, head_dim, block_m,                                \
+   block_n,         stages,   &launch_##header<element, head_dim, block_m, block_n, stages>},
+constexpr Instance kInstances[] = {
+#include "fa2/instances.inc"
+};
+#undef INSTANCE
+
+// The instance of the smallest bucket that holds both head dimensions; null when there is none. A
+// bucket may have several tiles: p.tile = 1, 2, ... forces one of them, 0 takes the first.
+const Instance* find_instance(const Problem& p) {
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  int bucket = 0, tile = 0;
+  for (const Instance& instance : kInstances) {
+    if (instance.dtype != static_cast<DType>(p.dtype) || instance.head_dim < dim) continue;
+    if (bucket == 0) bucket = instance.head_dim;
+    if (instance.head_dim != bucket) continue;
+    if (++tile == std::max(1, p.tile)) return &instance;
+  }
+  return nullptr;
+}
+
+// ---- what it can run
+// ----------------------------------------------------------------------------------
+
+Status why_not(const Problem* problem) {
+  const Problem& p = *problem;
+  if (static_cast<DeviceType>(p.device.type) != DeviceType::kCuda) return common_why_not(p);
+  const int cc = p.device.cc;
+  if (cc < 80) {
+    return make_status(Code::kUnsupported,
+                       "it needs compute capability 8.0 or newer, this card has %d.%d", cc / 10,
+                       cc % 10);
+  }
+  if (!built_for(kBuild, cc)) {
+    return make_status(Code::kUnsupported, "it was built for another card (%s), this one has %d.%d",
+                       kBuild, cc / 10, cc % 10);
+  }
+  const Status common = common_why_not(p);
+  if (!common.ok()) return common;
+  const Instance* instance = find_instance(p);
+  if (!instance) {
+    return make_status(Code::kUnsupported,
+                       "head_dim %d with head_dim_v %d has no kernel yet (up to 128)", p.head_dim,
+                       p.head_dim_v);
+  }
+  return instance_why_not(p, instance->smem_bytes(),
+                          make_scheduler(p, instance->block_m).num_tiles);
+}
+
+// ---- plan
+// ---------------------------------------------------------------------------------------------
+
+Status plan(const Problem* problem, Plan* plan) {
+  const Status reason = why_not(problem);
+  if (!reason.ok()) return reason;
+  const Instance& instance = *find_instance(*problem);
+  *plan = Plan{};
+  plan->tile_m = instance.block_m;
+  plan->tile_n = instance.block_n;
+  plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
+  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
+  plan->smem = instance.smem_bytes();
+  plan->stages = instance.stages;
+  plan->launches = plan->grid > 0;
+  snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
+           instance.head_dim, problem->head_dim, problem->head_dim_v);
+  return ok_status();
+}
+
+// ---- the call
+// -----------------------------------------------------------------------------------------
+
+FwdParams make_params(const Problem& p, const FwdTensors& t, const Instance& instance) {
+  FwdParams params{};
+  fill_params(p, t, instance.block_m, params);
+  params.q = t.q, params.k = t.k, params.v = t.v, params.out = t.out;
+  params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v, params.out_stride = p.out;
+  params.head_dim = p.head_dim, params.head_dim_v = p.head_dim_v;
+  return params;
+}
+
+Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) {
+  Plan planned;
+  const Status reason = plan(problem, &planned);
+  if (!reason.ok() || planned.grid == 0) return reason;
+  const Instance& instance = *find_instance(*problem);
+  const DeviceGuard guard(problem->device.ordinal);
+  const FwdParams params = make_params(*problem, *tensors, instance);
+  return cuda_status(instance.launch(params, planned.grid, static_cast<cudaStream_t>(call->stream)),
+                     "the forward kernel");
+}
+
+Status bwd(const Problem* problem, const BwdTensors*, const Call*) { return why_not(problem); }
+
+}  // namespace
+}  // namespace flash_ext::fa2
+
+FLASH_EXT_EXPORT const flash_ext::Backend* flash_ext_backend() {
+  using namespace flash_ext;
+  static constexpr Backend backend{
+      kAbiVersion,  sizeof(Problem), sizeof(Plan),  sizeof(FwdTensors), sizeof(BwdTensors),
+      sizeof(Call), "fa2",           fa2::kBuild,   fa2::why_not,       fa2::plan,
+      fa2::fwd,     fa2::bwd,        device::alloc, device::free};
+  return &backend;
+}

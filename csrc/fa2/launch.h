@@ -1,0 +1,16 @@
+// The launchers that the instances define, for backend.cpp.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "fa2/fwd_params.h"
+
+namespace flash_ext::fa2 {
+
+// Returns cudaGetLastError's answer; the device is the current one.
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages>
+cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
+
+}  // namespace flash_ext::fa2
