@@ -1,0 +1,208 @@
+// The table of fa3: what it can run, which instance runs it, and the call.
+#include <algorithm>
+
+#include "device/host.h"
+#include "device/tensor_map.h"
+#include "fa3/launch.h"
+
+namespace flash_ext::fa3 {
+namespace {
+
+using namespace device;
+
+constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
+
+// ---- instances
+// --------------------------------------------------------------------------------------
+
+template <typename Element>
+constexpr DType kDType = DType::kFloat16;
+template <>
+constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
+
+struct Instance {
+  DType dtype;
+  int head_dim, head_dim_v, block_m, block_n, stages, own_o;
+  cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
+
+  int smem_bytes() const {
+    const int rows_v = stages * block_n + (own_o ? block_m : 0);
+    return 1024 + 2 * (head_dim * (block_m + stages * block_n) + head_dim_v * rows_v);
+  }
+};
+
+#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, own_o) \
+  {kDType<element>,                                                                      \
+   head_dim,                                                                             \
+   head_dim_v,                                                                           \
+   block_m,                                                                              \
+   block_n,                                                                              \
+   stages,                                                                               \
+   own_o,                                                                                \
+   &launch_##header<element, head_dim, head_dim_v, block_m, block_n, stages, own_o>},
+constexpr Instance kInstances[] = {
+#include "fa3/instances.inc"
+};
+#undef INSTANCE
+
+// 192 rows use the tensor cores better, 128 waste less where a tile is short: measured on 9.0,
+// causal lengths up to 1k and windows are faster with 128.
+bool has_short_tiles(const Problem& p) {
+  const int64_t rows = p.batch ? p.total_q / p.batch : 0;
+  return rows <= 128 || p.window_left >= 0 || (p.window_right >= 0 && rows <= 1024);
+}
+
+// An instance of the smallest bucket that holds both head dimensions; null when there is none.
+// p.tile = 1, 2, ... forces one of the bucket's tiles.
+const Instance* find_instance(const Problem& p) {
+  const Instance *bucket = nullptr, *chosen = nullptr;
+  const int wanted = p.tile > 0 ? p.tile : has_short_tiles(p) ? 2 : 1;
+  int tile = 0;
+  for (const Instance& instance : kInstances) {
+    if (instance.dtype != static_cast<DType>(p.dtype)) continue;
+    if (instance.head_dim < p.head_dim || instance.head_dim_v < p.head_dim_v) continue;
+    if (!bucket) bucket = &instance;
+    if (instance.head_dim != bucket->head_dim || instance.head_dim_v != bucket->head_dim_v)
+      continue;
+    if (++tile <= wanted) chosen = &instance;
+  }
+  return p.tile > tile ? nullptr : chosen;
+}
+
+// ---- what it can run
+// ----------------------------------------------------------------------------------
+
+// Whether a tensor map can describe the tensor. rows: of one batch when padded, else all.
+bool can_map(const Strides& stride, int64_t rows, int heads, int batch) {
+  TensorMap map{};
+  if ((rows > 1 && stride.row == 0) || (heads > 1 && stride.head == 0)) return false;
+  if (!place_batches(stride, rows, heads, batch, &map)) return false;
+  const int64_t last = std::max(0, batch - 1);
+  return rows + last * map.batch_rows < INT32_MAX && heads + last * map.batch_heads < INT32_MAX;
+}
+
+Status maps_why_not(const Problem& p) {
+  const int64_t rows_q = p.packed_q || !p.batch ? p.total_q : p.total_q / p.batch;
+  const int64_t rows_k = p.packed_k || !p.batch ? p.total_k : p.total_k / p.batch;
+  const int batch_q = p.packed_q ? 1 : p.batch, batch_k = p.packed_k ? 1 : p.batch;
+  if (can_map(p.q, rows_q, p.nheads, batch_q) && can_map(p.k, rows_k, p.nheads_k, batch_k) &&
+      can_map(p.v, rows_k, p.nheads_k, batch_k)) {
+    return ok_status();
+  }
+  return unsupported(
+      "no tensor map steps through q, k or v: a stride of 0, or a batch stride that is no multiple "
+      "of the row or head stride");
+}
+
+Status why_not(const Problem* problem) {
+  const Problem& p = *problem;
+  if (static_cast<DeviceType>(p.device.type) != DeviceType::kCuda) return common_why_not(p);
+  const int cc = p.device.cc;
+  if (cc != 90) {
+    return make_status(Code::kUnsupported,
+                       "it runs on compute capability 9.0 only, this card has %d.%d", cc / 10,
+                       cc % 10);
+  }
+  const Status common = common_why_not(p);
+  if (!common.ok()) return common;
+  const Status mapped = maps_why_not(p);
+  if (!mapped.ok()) return mapped;
+  const Instance* instance = find_instance(p);
+  if (!instance) {
+    return make_status(Code::kUnsupported,
+                       "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
+                       p.head_dim_v);
+  }
+  return instance_why_not(p, instance->smem_bytes(),
+                          make_scheduler(p, instance->block_m).num_tiles);
+}
+
+// ---- plan
+// ---------------------------------------------------------------------------------------------
+
+Status plan(const Problem* problem, Plan* plan) {
+  const Status reason = why_not(problem);
+  if (!reason.ok()) return reason;
+  const Instance& instance = *find_instance(*problem);
+  *plan = Plan{};
+  plan->tile_m = instance.block_m;
+  plan->tile_n = instance.block_n;
+  plan->grid = std::min<int64_t>(make_scheduler(*problem, instance.block_m).num_tiles,
+                                 problem->device.sm_count);
+  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
+  const int64_t tiles = make_scheduler(*problem, instance.block_m).num_tiles;
+  const bool unequal = problem->window_right >= 0 || problem->packed_q || problem->has_seqused_k;
+  if (unequal && tiles > plan->grid) plan->workspace_bytes = sizeof(uint32_t);
+  plan->smem = instance.smem_bytes();
+  plan->stages = instance.stages;
+  plan->launches = plan->grid > 0;
+  snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
+           instance.head_dim, problem->head_dim, problem->head_dim_v);
+  return ok_status();
+}
+
+// ---- the call
+// -----------------------------------------------------------------------------------------
+
+Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
+                   FwdParams* params) {
+  fill_params(p, t, instance.block_m, *params);
+  const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
+  const int64_t rows_q = p.packed_q ? p.total_q : params->seqlen_q,
+                rows_k = std::max<int64_t>(1, p.packed_k ? p.total_k : params->seqlen_k);
+  const int batch_q = p.packed_q ? 1 : p.batch, batch_k = p.packed_k ? 1 : p.batch;
+  if (!tensor_map_encoder())
+    return make_status(Code::kCudaError,
+                       "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
+  constexpr int kStoreRows = 64;  // a warp group writes its own
+  const void* k =
+      p.total_k ? t.k : t.q;  // without keys no block is loaded, but a map must be valid
+  const void* v = p.total_k ? t.v : t.q;
+  const CUresult errors[] = {make_tensor_map(&params->q, bf16, t.q, p.q, rows_q, p.head_dim,
+                                             p.nheads, batch_q, instance.block_m),
+                             make_tensor_map(&params->k, bf16, k, p.k, rows_k, p.head_dim,
+                                             p.nheads_k, batch_k, instance.block_n),
+                             make_tensor_map(&params->v, bf16, v, p.v, rows_k, p.head_dim_v,
+                                             p.nheads_k, batch_k, instance.block_n),
+                             make_tensor_map(&params->out, bf16, t.out, p.out, rows_q, p.head_dim_v,
+                                             p.nheads, batch_q, kStoreRows)};
+  for (const CUresult error : errors) {
+    if (error != CUDA_SUCCESS)
+      return make_status(Code::kCudaError, "cuTensorMapEncodeTiled: error %d",
+                         static_cast<int>(error));
+  }
+  return ok_status();
+}
+
+Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) {
+  Plan planned;
+  const Status reason = plan(problem, &planned);
+  if (!reason.ok() || planned.grid == 0) return reason;
+  const Instance& instance = *find_instance(*problem);
+  const DeviceGuard guard(problem->device.ordinal);
+  FwdParams params{};
+  const auto stream = static_cast<cudaStream_t>(call->stream);
+  if (planned.workspace_bytes > 0) {
+    params.next_tile = static_cast<uint32_t*>(call->workspace);
+    const Status cleared = cuda_status(
+        cudaMemsetAsync(call->workspace, 0, sizeof(uint32_t), stream), "the tile counter");
+    if (!cleared.ok()) return cleared;
+  }
+  const Status status = make_params(*problem, *tensors, instance, &params);
+  if (!status.ok()) return status;
+  return cuda_status(instance.launch(params, planned.grid, stream), "the forward kernel");
+}
+
+Status bwd(const Problem* problem, const BwdTensors*, const Call*) { return why_not(problem); }
+
+}  // namespace
+}  // namespace flash_ext::fa3
+
+FLASH_EXT_EXPORT const flash_ext::Backend* flash_ext_backend() {
+  using namespace flash_ext;
+  static constexpr Backend backend{
+      kAbiVersion,  sizeof(Problem), sizeof(Plan),  sizeof(FwdTensors), sizeof(BwdTensors),
+      sizeof(Call), "fa3",           fa3::kBuild,   fa3::why_not,       fa3::plan,
+      fa3::fwd,     fa3::bwd,        device::alloc, device::free};
+  return &backend;
+}

@@ -1,0 +1,29 @@
+// What the host tells the forward kernel: the Problem, made ready for the device. A kernel
+// parameter, tensor maps included, so that a captured graph holds it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "device/tensor_map.h"
+#include "device/tile_scheduler.cuh"
+
+namespace flash_ext::fa3 {
+
+struct FwdParams {
+  device::TensorMap q, k, v, out;  // boxes of 64 columns and a tile's rows
+  uint32_t* next_tile;  // counter of tiles handed out, or null: every CTA takes each gridDim-th
+  float* lse;           // (batch, nheads, seqlen_q) or (nheads, total_q)
+  const float* sinks;   // (nheads) or null
+  const int32_t* cu_seqlens_k;  // null: padded keys
+  const int32_t* seqused_q;     // null: all rows are used
+  const int32_t* seqused_k;
+  device::TileScheduler scheduler;
+  device::PackedRows rows_q;  // cu_seqlens is null: padded queries
+  int seqlen_q, seqlen_k;     // padded lengths
+  int batch, nheads, heads_per_kv;
+  int top_left, window_left, window_right;
+  float softmax_scale, softmax_scale_log2;
+};
+
+}  // namespace flash_ext::fa3

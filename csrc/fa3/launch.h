@@ -1,0 +1,17 @@
+// The launchers that the instances define, for backend.cpp.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "fa3/fwd_params.h"
+
+namespace flash_ext::fa3 {
+
+// Returns cudaGetLastError's answer; the device is the current one.
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
+          int kOwnO>
+cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
+
+}  // namespace flash_ext::fa3
