@@ -1,0 +1,168 @@
+"""What every GPU test leans on: which kernels there are, what they can run, and how one of them is forced."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import compare
+import torch
+from strategies import Problem
+from torch import Tensor
+
+DEVICE = "cuda"
+# Collected on a machine without a GPU, the tests are those of the card they are mostly run on.
+TARGET = DEVICE if torch.cuda.is_available() else "sm_90"
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_CTAS = (0, 1, 3)  # 0: unlimited; with few CTAs each works on many tiles, and their pipelines wrap
+
+
+@contextmanager
+def forced(tile: int = 0, max_ctas: int = 0) -> Iterator[None]:
+    """Run with one tile of the table (1, 2, ...; 0: the backend's choice) and at most so many CTAs."""
+    wanted = {"FLASH_EXT_TILE": str(tile), "FLASH_EXT_MAX_CTAS": str(max_ctas)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def plan(
+    backend: str, dtype=torch.bfloat16, head_dim=64, head_dim_v=0, tile=0, backward=False, **options
+) -> dict | str:
+    """What the backend plans for a small problem, or why it cannot run it."""
+    q = torch.empty(1, 16, 2, head_dim, dtype=dtype, device="meta")
+    v = q.new_empty(1, 16, 2, head_dim_v or head_dim)
+    with forced(tile):
+        try:
+            text = torch.ops.flash_ext.plan(
+                q, q, v, **options, version=backend, backward=backward, device=TARGET
+            )
+            return json.loads(text)
+        except RuntimeError as error:
+            return str(error)
+
+
+@functools.cache
+def can(backend: str, feature: str = "", **problem) -> bool:
+    """Whether the backend can run a problem, with `feature` ("softcap", "alibi", "dropout", "odd head_dim", ...)."""
+    return isinstance(plan(backend, **(problem | FEATURES[feature])), dict)
+
+
+FEATURES = {
+    "": {},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi_slopes": torch.empty(2, device="meta")},
+    "dropout": {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64, device="meta")},
+    "odd head_dim": {"head_dim": 63},
+    "head_dim 256": {"head_dim": 256},
+    "backward": {"backward": True},
+}
+BACKENDS = [name for name in ("fa3", "fa2", "fa1") if can(name)]
+
+
+class Kernel(NamedTuple):
+    backend: str
+    dtype: torch.dtype
+    head_dim: int  # the largest that it takes
+    head_dim_v: int
+    tile: int
+
+    def __str__(self) -> str:
+        dims = (
+            f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim},{self.head_dim_v}"
+        )
+        return f"{self.backend}-{str(self.dtype)[6:]}-{dims}-{self.tile}"
+
+    def fits(self, **problem) -> Problem:
+        """A problem for this kernel; head dimensions that are not given fill it."""
+        return Problem(
+            **({"dtype": self.dtype, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v} | problem)
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, max_ctas: int = 0, **options) -> tuple[Tensor, Tensor]:
+        with forced(self.tile, max_ctas):
+            return torch.ops.flash_ext.fwd(q, k, v, **options, version=self.backend)
+
+    def check(self, inputs: dict[str, Tensor], options: dict, max_ctas: int = 0) -> compare.Results:
+        """One call, held against float64."""
+        CHECKED[self.backend] += 1
+        return compare.check(inputs, options, function=functools.partial(self.forward, max_ctas=max_ctas))
+
+    def check_problem(self, max_ctas: int = 0, **problem) -> None:
+        inputs, options, _, _ = self.fits(**problem).tensors(DEVICE)
+        self.check(inputs, options, max_ctas)
+
+
+CHECKED: Counter[str] = Counter()  # backend -> calls held against float64
+
+
+BUCKETS = ((256, 256), (192, 192), (192, 128), (128, 128), (96, 96), (64, 64), (32, 32))
+
+
+def find_kernels() -> list[Kernel]:
+    """Every kernel of every backend here: buckets are told apart by their tile and its shared memory."""
+    kernels = {}
+    for backend in BACKENDS:
+        for dtype in DTYPES:
+            for dims in BUCKETS:
+                for tile in range(1, 9):
+                    planned = plan(backend, dtype, *dims, tile=tile)
+                    if isinstance(planned, str):
+                        break
+                    shape = tuple(planned["tile"]), planned["smem_bytes"], planned["stages"]
+                    kernels.setdefault((backend, dtype, *shape), Kernel(backend, dtype, *dims, tile))
+    return list(kernels.values())
+
+
+KERNELS = find_kernels()
+
+
+def fitted(problem: Problem, backend: str) -> Problem:
+    """The nearest problem that the backend takes."""
+    dtypes = {kernel.dtype for kernel in KERNELS if kernel.backend == backend}
+    dtype = problem.dtype if problem.dtype in dtypes else dtypes.pop()
+    most = max(kernel.head_dim for kernel in KERNELS if (kernel.backend, kernel.dtype) == (backend, dtype))
+
+    def dim(n: int) -> int:
+        n = min(n, most)
+        return n if can(backend, "odd head_dim") else -(-n // 8) * 8
+
+    off = {"softcap": {"softcap": 0.0}, "alibi": {"alibi": 0}, "dropout": {"dropout_p": 0.0}}
+    changes = {"dtype": dtype, "head_dim": dim(problem.head_dim), "head_dim_v": dim(problem.head_dim_v)}
+    for feature, without in off.items():
+        changes |= {} if can(backend, feature) else without
+    return replace(problem, **changes)
+
+
+def qkv(
+    kernel: Kernel, batch=2, seqlen_q=200, seqlen_k=200, nheads=4, nheads_k=2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random normal q, k and v for the kernel."""
+    shapes = (seqlen_q, nheads), (seqlen_k, nheads_k), (seqlen_k, nheads_k)
+    like = {"dtype": kernel.dtype, "device": DEVICE}
+    dims = kernel.head_dim, kernel.head_dim, kernel.head_dim_v
+    q, k, v = (torch.randn(batch, *shape, dim, **like) for shape, dim in zip(shapes, dims, strict=True))
+    return q, k, v
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    """Out and lse, bit by bit."""
+    for name, x, y in zip(("out", "lse"), got, want, strict=True):
+        assert x.shape == y.shape, f"{name}: {tuple(x.shape)}, not {tuple(y.shape)}"
+        wrong = (x != y) & ~(x.isnan() & y.isnan())
+        assert not wrong.any(), (
+            f"{name}: {int(wrong.sum())} of {x.numel()} elements differ, first at {wrong.nonzero()[0].tolist()}"
+        )

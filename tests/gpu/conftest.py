@@ -1,0 +1,26 @@
+"""The GPU suite: `python -m pytest tests/gpu`, on built libraries; it skips where there is no GPU."""
+
+from pathlib import Path
+
+import bed
+import pytest
+import torch
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_report_header():
+    if torch.cuda.is_available():
+        return f"GPU: {torch.cuda.get_device_name()}, kernels: {', '.join(map(str, bed.KERNELS)) or 'none'}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    for backend, calls in bed.CHECKED.items():
+        terminalreporter.write_line(f"{backend}: {calls} calls held against float64")

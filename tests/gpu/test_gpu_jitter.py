@@ -1,0 +1,41 @@
+"""The race test: kernels whose waits and barriers come pseudo-random times late give the same bits.
+
+It needs a second build of the backends (python tools/mutants.py build jitter), in build/jitter or where
+FLASH_EXT_JITTER_PACKAGE says.
+"""
+
+import os
+from pathlib import Path
+
+import bed
+import pytest
+import table
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(os.environ.get("FLASH_EXT_JITTER_PACKAGE", ROOT / "build/jitter/flash_ext"))
+RUNS = 200
+BUILT = {k.backend for k in bed.KERNELS if (PACKAGE / f"lib/{k.backend}.so").exists()}
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
+@pytest.mark.parametrize("max_ctas", [0, 3])
+@pytest.mark.parametrize("kernel", [k for k in bed.KERNELS if k.backend in BUILT], ids=str)
+def test_late_waits_change_nothing(kernel, max_ctas, busy):
+    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
+    out, lse = kernel.forward(q, k, v, causal=True)
+    backend, options = table.load(kernel.backend, PACKAGE), {"causal": True}
+    outs, lses = (torch.full((RUNS, *x.shape), torch.nan, dtype=x.dtype, device=x.device) for x in (out, lse))
+    tensors = {"q": q, "k": k, "v": v}
+    problem = table.describe(tensors, options, max_ctas, kernel.tile)
+    workspace = torch.empty(table.planned_bytes(backend, problem), dtype=torch.uint8, device=bed.DEVICE)
+    torch.cuda.synchronize()
+    if busy:
+        matrix = torch.randn(4096, 4096, device=bed.DEVICE, dtype=torch.bfloat16)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(60):
+                matrix @ matrix
+    for i in range(RUNS):
+        table.forward(backend, problem, tensors | {"out": outs[i], "lse": lses[i], "workspace": workspace})
+    bed.assert_same((outs, lses), (out.expand_as(outs), lse.expand_as(lses)))
+    torch.cuda.synchronize()

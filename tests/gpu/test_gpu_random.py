@@ -1,0 +1,38 @@
+"""Any problem that a backend takes, in any layout and with any tile. FLASH_EXT_TEST_SEED draws the same again."""
+
+import bed
+import pytest
+from compare import SEED
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from strategies import problems
+
+
+@pytest.mark.parametrize("backend", bed.BACKENDS)
+def test_any_problem(backend):
+    @seed(SEED)
+    @settings(
+        max_examples=300,
+        deadline=None,
+        database=None,
+        phases=[
+            Phase.explicit,
+            Phase.generate,
+        ],  # a failing problem is printed as drawn: shrinking takes minutes
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(
+        problem=problems(dtypes=bed.DTYPES), tile=st.integers(0, 3), max_ctas=st.sampled_from(bed.MAX_CTAS)
+    )
+    def run(problem, tile, max_ctas):
+        problem = bed.fitted(problem, backend)
+        has_tile = bed.can(
+            backend, tile=tile, dtype=problem.dtype, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v
+        )
+        kernel = bed.Kernel(
+            backend, problem.dtype, problem.head_dim, problem.head_dim_v, tile if has_tile else 0
+        )
+        inputs, options, _, _ = problem.tensors(bed.DEVICE)
+        kernel.check(inputs, options, max_ctas)
+
+    run()

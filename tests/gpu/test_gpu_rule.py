@@ -1,0 +1,71 @@
+"""Every kind of problem, by the rule of compare.py: each row and block within twice plain PyTorch's error."""
+
+import bed
+import pytest
+import torch
+
+PROBLEMS = {
+    "one tile": {"lengths_q": (128,), "lengths_k": (64,)},
+    "long": {"lengths_q": (1024,), "lengths_k": (1024,), "causal": True},
+    "ragged tails": {"lengths_q": (1, 129, 257), "lengths_k": (65, 1, 193)},
+    "seqlen 1": {"lengths_q": (1, 1), "lengths_k": (1, 1)},
+    "decode": {"lengths_q": (1, 1, 1), "lengths_k": (1000, 64, 3), "group": 8},
+    "more queries": {"lengths_q": (300, 200), "lengths_k": (100, 64)},
+    "more keys": {"lengths_q": (100, 64), "lengths_k": (300, 200), "causal": True},
+    "causal, empty rows": {"lengths_q": (300, 200), "lengths_k": (100, 64), "causal": True},
+    "causal, top left": {"lengths_q": (100, 200), "lengths_k": (200, 100), "causal": True, "top_left": True},
+    "window": {"lengths_q": (300, 200), "lengths_k": (300, 250), "window": (70, 3)},
+    "left window": {"lengths_q": (300, 200), "lengths_k": (300, 250), "causal": True, "window": (33, -1)},
+    "window, empty rows": {"lengths_q": (300, 70), "lengths_k": (100, 64), "window": (20, 0), "top_left": True},
+    "sinks": {"sinks": True, "group": 4},
+    "sinks, empty rows": {"sinks": True, "lengths_q": (200, 130), "lengths_k": (70, 0), "causal": True},
+    "group of 16": {"nheads_k": 2, "group": 16, "causal": True},
+    "one kv head": {"nheads_k": 1, "group": 7},
+    "packed": {"packed_q": True, "packed_k": True, "lengths_q": (5, 0, 129, 300), "lengths_k": (64, 10, 200, 65)},
+    "packed, spare rows": {"packed_q": True, "packed_k": True, "spare": 7, "causal": True, "sinks": True},
+    "packed queries": {"packed_q": True, "lengths_q": (1, 150), "window": (40, -1)},
+    "packed keys": {"packed_k": True, "spare": 2, "causal": True},
+    "many short": {"packed_q": True, "packed_k": True, "lengths_q": tuple(range(24)), "lengths_k": (3, 40, 17) * 8},
+    "no keys": {"lengths_k": (0, 0)},
+    "no keys, sinks": {"lengths_k": (0, 50), "sinks": True, "packed_k": True},
+    "no queries": {"lengths_q": (0, 0)},
+    "spare rows": {"spare": 130, "causal": True},
+    "scale": {"scale": 0.71},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("max_ctas", bed.MAX_CTAS)
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problem(name, kernel, max_ctas):
+    kernel.check_problem(max_ctas, **PROBLEMS[name], seed=fresh_seed())
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_every_head_dim_of_the_bucket(kernel):
+    step = 1 if bed.can(kernel.backend, "odd head_dim") else 8
+    one = {"lengths_q": (70,), "lengths_k": (130,)}
+    for dim in range(step, kernel.head_dim, step):
+        kernel.check_problem(head_dim=dim, **one, seed=fresh_seed())
+    for dim in range(step, kernel.head_dim_v, step):
+        kernel.check_problem(head_dim_v=dim, **one, seed=fresh_seed())
+
+
+def test_there_is_a_kernel():
+    assert bed.KERNELS, f"no CUDA backend runs here: {torch.ops.flash_ext.backends()}"
+
+
+@pytest.mark.parametrize("backend", bed.BACKENDS)
+@pytest.mark.parametrize("shape_q, shape_k", [
+    ((0, 5, 2, 64), (0, 7, 2, 64)), ((2, 0, 2, 64), (2, 7, 2, 64)), ((2, 5, 2, 64), (2, 0, 2, 64)),
+    ((2, 5, 0, 64), (2, 7, 0, 64)), ((0, 0, 0, 64), (0, 0, 0, 64)),
+], ids=str)  # fmt: skip
+def test_zero_sizes(backend, shape_q, shape_k):
+    q, k = (torch.randn(shape, dtype=torch.bfloat16, device=bed.DEVICE) for shape in (shape_q, shape_k))
+    out, lse = torch.ops.flash_ext.fwd(q, k, k, version=backend)
+    assert out.shape == q.shape and not out.any()
+    assert lse.shape == (shape_q[0], shape_q[2], shape_q[1]) and (lse == -torch.inf).all()
+
+
+def fresh_seed() -> int:
+    return int(torch.randint(2**31, ()))

@@ -1,0 +1,122 @@
+"""Streams, CUDA graphs, other devices, and the same bits from run to run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bed
+import pytest
+import torch
+
+import flash_ext
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+@pytest.mark.parametrize("max_ctas", bed.MAX_CTAS)
+def test_two_runs_give_the_same_bits(max_ctas, kernel):
+    tensors = bed.qkv(kernel, seqlen_q=700, seqlen_k=500)
+    first = kernel.forward(*tensors, max_ctas, causal=True)
+    bed.assert_same(kernel.forward(*tensors, max_ctas, causal=True), first)
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_max_ctas_changes_nothing(kernel):
+    tensors = bed.qkv(kernel, seqlen_q=700, seqlen_k=500)
+    want = kernel.forward(*tensors, causal=True)
+    for max_ctas in 1, 2, 3, 100:
+        bed.assert_same(kernel.forward(*tensors, max_ctas, causal=True), want)
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_it_runs_on_the_current_stream(kernel):
+    """Inputs arrive on a side stream after 20 ms: whoever does not wait for them reads zeros."""
+    tensors = bed.qkv(kernel)
+    want = kernel.forward(*tensors)
+    late = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(40_000_000)
+        for x, y in zip(late, tensors, strict=True):
+            x.copy_(y)
+        got = kernel.forward(*late)
+    stream.synchronize()
+    bed.assert_same(got, want)
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_beside_a_busy_stream(kernel):
+    tensors = bed.qkv(kernel, seqlen_q=700, seqlen_k=500)
+    want = kernel.forward(*tensors)
+    other, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device=bed.DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        for _ in range(50):
+            matrix @ matrix
+    for got in [kernel.forward(*tensors) for _ in range(50)]:
+        bed.assert_same(got, want)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_graph(kernel):
+    """A captured call reads what its inputs hold at each replay."""
+    inputs, options, _, _ = kernel.fits(packed_q=True, packed_k=True, sinks=True, causal=True).tensors(
+        bed.DEVICE
+    )
+    static = [inputs[name] for name in "qkv"]
+    options["sinks"] = inputs["sinks"]
+    kernel.forward(*static, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel.forward(*static, **options)
+    for _ in range(3):
+        for x in static:
+            x.normal_()
+        graph.replay()
+        bed.assert_same(captured, kernel.forward(*static, **options))
+
+
+FIRST_CALL = """
+import sys
+import torch, flash_ext
+q, k, v = (torch.randn(2, 300, 4, int(sys.argv[2]), device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, causal=True, version=sys.argv[1])
+graph.replay()
+want = torch.ops.flash_ext.fwd(q, k, v, causal=True, version=sys.argv[1])
+assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and torch.isfinite(out).all()
+print("same")
+"""
+
+
+@pytest.mark.parametrize("backend", bed.BACKENDS)
+def test_first_call_ever_under_capture(backend):
+    package = str(Path(flash_ext.__file__).resolve().parents[1])
+    command = [sys.executable, "-c", FIRST_CALL, backend, "64"]
+    ran = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": package},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.stdout.strip() == "same", ran.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_tensors_of_another_device(kernel):
+    """The tensors' device is used, and the current one is current again."""
+    tensors = bed.qkv(kernel)
+    want = kernel.forward(*tensors)
+    elsewhere = [x.to("cuda:1") for x in tensors]
+    with torch.cuda.device(0):
+        got = kernel.forward(*elsewhere)
+        assert torch.cuda.current_device() == 0
+    bed.assert_same([x.to("cuda:0") for x in got], want)

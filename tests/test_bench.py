@@ -1,0 +1,169 @@
+"""The bench: counts, checks, and the form of its results, on the smoke grid."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+if not (ROOT / "bench").exists():
+    pytest.skip("no bench beside the tests", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from bench import __main__ as bench  # noqa: E402
+from bench import check, memory, table, timing  # noqa: E402
+from bench.cells import GRIDS, Cell  # noqa: E402
+from bench.contenders import Unable, find, make_call  # noqa: E402
+
+CELL = Cell("fwd", "float32", 1, 8, 8, 4, 2, 16, 16)
+ROW_TYPES = {
+    "contender": str, "pass": str, "dtype": str, "batch": int, "seqlen_q": int, "seqlen_k": int,
+    "nheads": int, "nheads_k": int, "head_dim": int, "head_dim_v": int, "causal": bool, "window": list,
+    "us": float, "tflops": float, "max_err": float, "baseline_err": float,
+    "cpu_us": (float, type(None)), "best_peer": (str, type(None)), "x_best_peer": (float, type(None)),
+}  # fmt: skip
+HEADER = {
+    "name", "date", "commit", "gpu", "cpu", "threads", "driver", "torch", "cudnn", "nvcc", "ptxas",
+    "clocks_mhz", "copy_tbs", "cublas_tflops", "flash_ext",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, pairs",
+    [
+        ({}, 64),
+        ({"causal": True}, 36),
+        ({"causal": True, "seqlen_k": 10}, 8 * 10 - 28),
+        ({"causal": True, "seqlen_k": 5}, 15),  # the first three rows see nothing
+        ({"window": (2, 0)}, 1 + 2 + 3 * 6),
+        ({"window": (-1, 1)}, 36 + 7),
+        ({"window": (1, 1)}, 8 + 2 * 7),
+        ({"window": (3, 5), "causal": True}, 1 + 2 + 3 + 4 * 5),
+    ],
+)
+def test_masked_work_is_counted_exactly(change, pairs):
+    cell = replace(CELL, **change)
+    assert cell.visible_pairs == pairs
+    visible = check._visible(cell, "cpu")
+    assert visible is None or int(visible.sum()) == pairs
+    assert cell.flops == 4 * 1 * 4 * pairs * 16
+    assert replace(cell, pass_="bwd").flops == 2.5 * cell.flops
+    assert replace(cell, pass_="fwd+bwd").flops == 3.5 * cell.flops
+
+
+def test_the_paper_grid_has_forty_shapes():
+    cells = GRIDS["paper"]().cells
+    for pass_ in ("fwd", "bwd"):
+        names = {cell.name for cell in cells if cell.pass_ == pass_}
+        assert len(names) == 40
+        assert f"{pass_} bfloat16 d128 causal b4 s4096 h16" in names
+        assert f"{pass_} bfloat16 d128 full b2 s8192 h64/8" in names
+    assert all(cell.batch * cell.seqlen_q == 16384 for cell in cells)
+
+
+def test_turns_are_rotated_and_counted(monkeypatch):
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+
+    class Once:
+        def __init__(self, call):
+            self.run = lambda: call() or 1.0
+
+    monkeypatch.setattr(timing, "_CpuTurn", Once)
+    seconds = timing.measure(calls, "cpu", rounds=4)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert seconds == {name: [1.0] * 4 for name in "abc"}
+
+
+def test_ratio_is_the_median_of_the_rounds():
+    seconds = {"cpu": [1.0, 2.0, 4.0], "slow": [9.0, 9.0, 9.0], "fast": [2.0, 2.0, 2.0], "cublas": [0.1] * 3}
+    row = bench.make_row(CELL, "cpu", seconds, 0.0, 0.0, None)
+    assert row["best_peer"] == "fast" and row["x_best_peer"] == 1.0 and row["us"] == 2e6
+    assert bench.make_row(CELL, "fast", seconds, 0.0, 0.0, None)["x_best_peer"] == 1.0
+
+
+def test_smoke_grid_writes_its_results(tmp_path):
+    command = [sys.executable, "-m", "bench", "--grid", "smoke", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*/*-smoke.json")
+    result = json.loads(path.read_text())
+    assert set(result) == {"header", "rows", "memory"} and set(result["header"]) == HEADER
+    assert path.name == f"{result['header']['date']}-{result['header']['commit']}-smoke.json"
+    for row in result["rows"]:
+        assert list(row) == list(ROW_TYPES)
+        for key, kind in ROW_TYPES.items():
+            assert isinstance(row[key], kind), (key, row[key])
+    if not torch.cuda.is_available():
+        assert path.parent.name == "cpu"
+        assert {"cpu", "sdpa_cpu", "sdpa_math"} == {row["contender"] for row in result["rows"]}
+        assert len([row for row in result["rows"] if row["contender"] == "cpu"]) == len(
+            GRIDS["smoke"]().cells
+        )
+
+
+def test_a_wrong_contender_is_not_timed(capsys):
+    def wrong(cell, q, k, v):
+        return find("sdpa_math", "cpu")(cell, q, k, v) * 1.001
+
+    rows, _, is_right = bench.run_cell(replace(CELL, nheads_k=4), {"wrong": wrong}, "cpu", 1)
+    assert rows == [] and not is_right and "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])
+def test_check_agrees_with_torch(pass_):
+    cell = Cell(pass_, "float32", 2, 33, 33, 4, 2, 16, 24, causal=True)
+    torch.manual_seed(0)
+    inputs = cell.inputs("cpu")
+    results = make_call(find("sdpa_math", "cpu"), cell, *inputs)()
+    error, is_right = check.check(check.expect(cell, *inputs), results)
+    assert is_right and error < 1e-4
+
+
+def test_a_mask_that_torch_lacks_is_a_reason():
+    with pytest.raises(Unable, match="no such mask"):
+        find("sdpa_cpu", "cpu")(replace(CELL, window=(1, 1)), None, None, None)
+    with pytest.raises(Unable, match="does not run on cpu"):
+        find("cudnn", "cpu")
+    with pytest.raises(Unable, match="--fa3-upstream DIR"):
+        find("fa3_upstream", "cuda")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+def test_peak_memory_of_a_child():
+    cell = Cell("fwd", "float32", 1, 2048, 2048, 4, 4, 64, 64)
+    scores = 4 * 2048 * 2048 * 4
+    assert memory.peak_bytes("sdpa_math", cell) > scores
+    assert memory.peak_bytes("cpu", cell) < scores / 4
+
+
+def small_result():
+    header = {"gpu": None, "cpu": "a processor", "torch": "2", "commit": "abc"}
+    row = {"contender": "cpu", "pass": "fwd", "dtype": "float32", "batch": 1, "seqlen_q": 64, "seqlen_k": 64}
+    row |= {"nheads": 2, "nheads_k": 1, "head_dim": 64, "causal": True, "window": [-1, -1]}
+    row |= {"us": 1500.0, "tflops": 1.5, "best_peer": "sdpa_cpu", "x_best_peer": 0.5}
+    rows = [row, row | {"contender": "sdpa_cpu", "us": 750.0, "tflops": 3.0}, row | {"causal": False}]
+    return {"header": header, "rows": rows, "memory": [row | {"peak_bytes": 3 << 20}]}
+
+
+def test_table():
+    lines = table.table(small_result()).splitlines()
+    assert lines[0] == "a processor, torch 2, commit abc"
+    assert lines[2] == "| cell | cpu | sdpa_cpu |"
+    shape = "batch 1, 64 × 64, 2/1 heads, d 64"
+    cpu, peer = "1.50 ms, 1.5 TFLOPS, 0.50 × sdpa_cpu", "0.75 ms, 3 TFLOPS"
+    assert lines[4] == f"| fwd float32 causal: {shape} | {cpu} | {peer} |"
+    assert lines[5] == f"| fwd float32 full: {shape} | {cpu} | - |"
+    assert lines[-1] == f"| fwd float32 causal: {shape} | 3.0 MiB |"
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "result.json").write_text(json.dumps(small_result()))
+    files = [str(tmp_path / "result.json"), str(tmp_path / "picture.svg")]
+    subprocess.run([sys.executable, "-m", "bench.plot", *files], cwd=ROOT, check=True)
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
