@@ -1,0 +1,1 @@
+"""Measures attention on one device: `python -m bench --grid cpu`. See bench/README.md."""

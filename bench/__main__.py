@@ -1,0 +1,148 @@
+"""python -m bench --grid cpu: measure a grid, print a table, write a JSON file."""
+
+import argparse
+import contextlib
+import statistics
+import sys
+from dataclasses import asdict
+from operator import truediv
+from pathlib import Path
+
+import torch
+
+from bench import check, machine, memory, timing
+from bench.cells import DTYPES, GRIDS
+from bench.contenders import OURS, Unable, find, make_call
+
+
+def main(arguments=None) -> int:
+    options = _parse(arguments)
+    device = "cuda" if torch.cuda.is_available() and options.grid != "cpu" else "cpu"
+    grid = GRIDS[options.grid]()
+    cells = [cell for cell in grid.cells if options.only in cell.name]
+    contenders = _find_contenders(options.contenders or grid.contenders, device, options.fa3_upstream)
+    # The default stream cannot be captured in a CUDA graph, and a backward runs on the stream of its forward.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+    print(f"{machine.device_name(device)}, torch {torch.__version__}, commit {machine.commit()}")
+    rows, is_right, matmul_tflops = [], True, []
+    with stream, machine.Clocks(device) as clocks:
+        copy_tbs = timing.copy_bytes_per_second() / 1e12 if device == "cuda" else None
+        for cell in cells:
+            cell_rows, tflops, cell_is_right = run_cell(cell, contenders, device, options.rounds)
+            rows += cell_rows
+            matmul_tflops += tflops
+            is_right &= cell_is_right
+    measured = _memory(grid.memory, contenders) if not options.only else []
+    cublas = statistics.median(matmul_tflops) if matmul_tflops else None
+    head = machine.header(options.name or options.grid, device, copy_tbs, cublas, clocks.mhz)
+    print(f"\nwritten to {machine.save(Path(options.out), head, rows, measured)}")
+    return 0 if is_right else 1
+
+
+def _parse(arguments):
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--grid", choices=GRIDS, default="smoke")
+    parser.add_argument("--only", default="", help="only cells whose name contains this")
+    parser.add_argument("--contenders", type=lambda text: text.split(","), help="names, separated by commas")
+    parser.add_argument("--fa3-upstream", metavar="DIR", help="folder of a prebuilt FlashAttention-3: _C.so")
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    parser.add_argument("--name", help="name of the result, the grid's by default")
+    parser.add_argument("--out", default=str(machine.ROOT / "bench/results"))
+    return parser.parse_args(arguments)
+
+
+def _find_contenders(names, device, fa3_upstream) -> dict:
+    found, reasons = {}, []
+    for name in names:
+        try:
+            found[name] = find(name, device, fa3_upstream)
+        except Unable as reason:
+            reasons.append(str(reason))
+    if reasons:
+        print(f"left out: {'; '.join(reasons)}")
+    return found
+
+
+def run_cell(cell, contenders: dict, device: str, rounds: int):
+    """Check the contenders, time and print those that are right: rows, cuBLAS TFLOPS a round, all right?"""
+    print(f"\n{cell.name}")
+    torch.manual_seed(0)
+    inputs = cell.inputs(device)
+    expected = check.expect(cell, *inputs)
+    calls, errors, is_right = {}, {}, True
+    for name, contender in contenders.items():
+        try:
+            call = make_call(contender, cell, *inputs)
+            errors[name], passed = check.check(expected, call())
+        except (Unable, RuntimeError, NotImplementedError) as reason:
+            print(f"  {name:15s} cannot: {str(reason).splitlines()[0]}")
+            continue
+        if passed:
+            calls[name] = call
+        else:
+            is_right = False
+            print(f"  {name:15s} WRONG: error {errors[name]:.1e} (baseline {expected.baseline_error:.1e})")
+    if not calls:
+        return [], [], is_right
+    tflops, cpu_us = [], {}
+    if device == "cuda":
+        cpu_us = {name: timing.eager_cpu_seconds(call) * 1e6 for name, call in calls.items()}
+        call, matmul_flops = timing.make_matmul(DTYPES[cell.dtype])
+        seconds = timing.measure(calls | {"cublas": call}, device, rounds)
+        tflops = [matmul_flops / s * 1e-12 for s in seconds["cublas"]]
+    else:
+        seconds = timing.measure(calls, device, rounds)
+    rows = []
+    for name in calls:
+        row = make_row(cell, name, seconds, errors[name], expected.baseline_error, cpu_us.get(name))
+        print_row(row, tflops)
+        rows.append(row)
+    return rows, tflops, is_right
+
+
+def make_row(cell, name, seconds, max_err, baseline_err, cpu_us) -> dict:
+    """A row of the result. x_best_peer is the median over the rounds of the best peer's time / own time."""
+    median = statistics.median(seconds[name])
+    peers = [other for other in seconds if other not in (*OURS, "cublas")]
+    best = min(peers, key=lambda other: statistics.median(seconds[other]), default=None)
+    ratio = best and statistics.median(map(truediv, seconds[best], seconds[name]))
+    problem = asdict(cell)
+    return {
+        "contender": name,
+        "pass": problem.pop("pass_"),
+        **problem,
+        "us": median * 1e6,
+        "tflops": cell.flops / median * 1e-12,
+        "max_err": max_err,
+        "baseline_err": baseline_err,
+        "cpu_us": cpu_us,
+        "best_peer": best,
+        "x_best_peer": ratio,
+    }
+
+
+def print_row(row, matmul_tflops):
+    peer = f"{row['x_best_peer']:.2f} x {row['best_peer']}" if row["best_peer"] else "-"
+    columns = [f"{row['us']:11.1f} us", f"{row['tflops']:8.3f} TFLOPS", f"{peer:22s}"]
+    if matmul_tflops:
+        columns.append(f"{100 * row['tflops'] / statistics.median(matmul_tflops):3.0f} % of cuBLAS")
+    if row["cpu_us"] is not None:
+        columns.append(f"CPU {row['cpu_us']:5.0f} us")
+    columns.append(f"error {row['max_err']:.1e} (baseline {row['baseline_err']:.1e})")
+    print(f"  {row['contender']:15s} {' | '.join(columns)}")
+
+
+def _memory(cells, contenders) -> list[dict]:
+    measured = []
+    for cell in cells:
+        print(f"\npeak memory, {cell.name}")
+        for name in contenders:
+            peak = memory.peak_bytes(name, cell)
+            problem = asdict(cell)
+            measured.append({"contender": name, "pass": problem.pop("pass_"), **problem, "peak_bytes": peak})
+            print(f"  {name:15s} {peak / 2**20:9.1f} MiB")
+    return measured
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""How it is measured: rounds in which every contender runs once, in rotated order."""
+
+import time
+
+import torch
+
+ROUNDS = 7
+_CPU_SECONDS = 0.03  # a contender's turn in a round: long against the clock and the scheduler
+_CUDA_SECONDS = 0.005
+_MATMUL_SIZE = 8192
+
+
+def measure(calls: dict, device: str, rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """Seconds per call of each contender, one number a round."""
+    turn = _CudaTurn if device == "cuda" else _CpuTurn
+    turns = {name: turn(call) for name, call in calls.items()}
+    seconds = {name: [] for name in calls}
+    names = list(calls)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds[name].append(turns[name].run())
+    return seconds
+
+
+class _CpuTurn:
+    def __init__(self, call):
+        self.call, self.count = call, 1
+        self.count = max(1, round(_CPU_SECONDS / self.run()))
+
+    def run(self) -> float:
+        start = time.perf_counter()
+        for _ in range(self.count):
+            self.call()
+        return (time.perf_counter() - start) / self.count
+
+
+class _CudaTurn:
+    """At least ten calls in one CUDA graph: the time of the kernels, without the CPU's."""
+
+    def __init__(self, call):
+        once = self._elapsed(call)
+        self.count = min(200, max(10, round(_CUDA_SECONDS / once)))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+            for _ in range(self.count):
+                call()
+        self.run()
+
+    def run(self) -> float:
+        return self._elapsed(self.graph.replay) / self.count
+
+    @staticmethod
+    def _elapsed(run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+def eager_cpu_seconds(call, count: int = 10) -> float:
+    """CPU time of issuing one call to a GPU: the least of three goes, each on an idle device."""
+    goes = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        goes.append((time.perf_counter() - start) / count)
+    torch.cuda.synchronize()
+    return min(goes)
+
+
+def make_matmul(dtype):
+    """cuBLAS on 8192 x 8192 matrices, the yardstick of the device: the call and its FLOPs."""
+    a, b, c = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device="cuda", dtype=dtype) for _ in range(3))
+    return lambda: torch.mm(a, b, out=c), 2 * _MATMUL_SIZE**3
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written by a device copy of 1 GiB, the best of five."""
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / min(_CudaTurn._elapsed(lambda: target.copy_(source)) for _ in range(5))
