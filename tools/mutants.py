@@ -128,7 +128,7 @@ def run(mutant: Mutant) -> bool:
     expected = 0 if mutant is CONTROL else 1  # pytest's code for "tests ran and some failed"
     outcome = {0: "passed", 1: "caught"}.get(ran.returncode, f"broken (pytest's exit code {ran.returncode})")
     said = next((line for line in ran.stdout.splitlines() if line.startswith("FAILED")), "")
-    said = said.removeprefix("FAILED ").replace(f"{ROOT}/", "") or ran.stdout.strip().splitlines()[-1:]
+    said = said.rpartition("tests/gpu/")[2] or " ".join(ran.stdout.strip().splitlines()[-1:])
     verdict = outcome if ran.returncode == expected else f"{outcome}, WRONG"
     print(f"{mutant.name}: {verdict} ({time.monotonic() - start:.0f} s): {said}", flush=True)
     return ran.returncode == expected

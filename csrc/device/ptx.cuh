@@ -35,6 +35,7 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ void block_barrier() {
   jitter();
   __syncthreads();
+  jitter();  // behind it too: a warp that is late with what follows shows a barrier missing there
 }
 
 // Four 8x8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
