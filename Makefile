@@ -13,7 +13,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: build demo test lint fast report bench wheel wheel-check clean clean-env
+.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report bench wheel wheel-check \
+	clean clean-env
 
 build: .venv/ready
 	$(PY) setup.py --quiet build_ext --inplace
@@ -23,6 +24,20 @@ demo: build .venv/demo
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+# The GPU suite on what is built; it builds nothing.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+
+# Libraries with late waits, and with a planted fault each; built here, tried on a GPU (tests/README.md).
+jitter mutants: build
+	$(PY) tools/mutants.py $(if $(filter jitter,$@),jitter,build)
+
+mutants-run:
+	$(PYTHON) tools/mutants.py run
+
+sanitize:
+	$(PYTHON) tools/sanitize.py
 
 lint: .venv/lint
 	$(PY) tools/check_layers.py

@@ -110,8 +110,12 @@ def test_a_wrong_contender_is_not_timed(capsys):
     def wrong(cell, q, k, v):
         return find("sdpa_math", "cpu")(cell, q, k, v) * 1.001
 
-    rows, _, is_right = bench.run_cell(replace(CELL, nheads_k=4), {"wrong": wrong}, "cpu", 1)
+    rows, _, is_right = bench.run_cell(replace(CELL, nheads_k=4), {"cpu": wrong}, "cpu", 1)
     assert rows == [] and not is_right and "WRONG" in capsys.readouterr().out
+    rows, _, is_right = bench.run_cell(replace(CELL, nheads_k=4), {"sdpa_math": wrong}, "cpu", 1)
+    assert len(rows) == 1 and is_right and "WRONG" in capsys.readouterr().out, (
+        "a peer is timed and told apart"
+    )
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd+bwd"])

@@ -313,6 +313,10 @@ void plan(StableIValue* stack, uint64_t, uint64_t) {
   if (backward) describe_backward(problem);
   const int threads = static_cast<int>(torch::stable::get_num_threads());
   problem.device = device_name ? device_by_name(*device_name, threads) : device_of(inputs.q);
+  if (problem.device.type == static_cast<int32_t>(DeviceType::kCuda)) {
+    problem.head_dim = padded_columns(problem.head_dim);
+    problem.head_dim_v = padded_columns(problem.head_dim_v);
+  }
   stack[0] = torch::stable::detail::from(plan_json(problem, version));
 }
 

@@ -99,9 +99,12 @@ Tensor empty_beside(const Tensor& like, const int64_t* sizes, int ndim,
                                   dtype);
 }
 
+int32_t padded_columns(int64_t columns) {
+  return static_cast<int32_t>((columns + kChunk - 1) / kChunk * kChunk);
+}
+
 Tensor pad_columns(const Tensor& tensor) {
-  const int64_t columns = tensor.size(tensor.dim() - 1),
-                more = (kChunk - columns % kChunk) % kChunk;
+  const int64_t columns = tensor.size(tensor.dim() - 1), more = padded_columns(columns) - columns;
   return more == 0 ? tensor : torch::stable::pad(tensor, {0, more});
 }
 

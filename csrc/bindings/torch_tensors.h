@@ -23,6 +23,7 @@ Tensor readable(const Tensor& tensor);
 
 // GPU kernels move rows in chunks of 8 elements: another head_dim gets zero columns, once, in a
 // copy.
+int32_t padded_columns(int64_t columns);
 bool needs_padding(const Problem& problem, const TensorView& q);
 Tensor pad_columns(const Tensor& tensor);
 // The first columns of a padded tensor, contiguous.

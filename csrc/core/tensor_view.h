@@ -68,6 +68,9 @@ inline bool usable_in_place(const TensorView& t) {
   if (t.sizes[t.ndim - 1] != 1 && t.strides[t.ndim - 1] != 1) return false;
   if (t.device_type != DeviceType::kCuda) return true;
   const int64_t bytes = element_bytes(t.dtype);
+  // Rows that are no whole number of 16 bytes are padded, or refused by head_dim, before any
+  // kernel.
+  if (t.sizes[t.ndim - 1] * bytes % 16 != 0) return true;
   if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
   for (int i = 0; i + 1 < t.ndim; ++i) {
     if (t.sizes[i] != 1 && t.strides[i] * bytes % 16 != 0) return false;

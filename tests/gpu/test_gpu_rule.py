@@ -34,11 +34,10 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("max_ctas", bed.MAX_CTAS)
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_problem(name, kernel, max_ctas):
-    kernel.check_problem(max_ctas, **PROBLEMS[name], seed=fresh_seed())
+def test_problem(name, kernel):
+    kernel.check_problem(**PROBLEMS[name], seed=fresh_seed())
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)

@@ -26,7 +26,6 @@ UNSUPPORTED = {
     "softcap": ({"softcap": 5.0}, 64, "softcap"),
     "alibi": ({"alibi_slopes": torch.ones(2)}, 64, "alibi_slopes"),
     "dropout": ({"dropout_p": 0.1}, 64, "dropout"),
-    "odd head_dim": ({}, 63, "multiples of"),  # of 8 elements, or of 16 bytes
     "head_dim 256": ({}, 256, "head_dim 256"),
 }
 
@@ -43,6 +42,16 @@ def test_what_is_not_supported_is_named(feature, backend):
     with pytest.raises(RuntimeError) as raised:
         flash_ext.flash_attn_func(*halves(head_dim), **options, version=backend)
     assert str(raised.value).startswith("flash_ext: ") and name in str(raised.value)
+
+
+@pytest.mark.parametrize("head_dim", [1, 63, 100])
+@pytest.mark.parametrize("backend", bed.BACKENDS)
+def test_any_head_dim_is_padded(backend, head_dim):
+    q, k, v = halves(head_dim)
+    out = flash_ext.flash_attn_func(q, k, v, causal=True, version=backend)
+    want = double_attention(q, k, v, causal=True)
+    assert out.shape == want.shape and float((out - want).abs().max()) < 2e-2
+    assert flash_ext.plan(q, k, v, version=backend).backend == backend
 
 
 def test_an_error_lists_every_backend():
