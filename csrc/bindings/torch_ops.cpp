@@ -169,7 +169,16 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor out = empty_beside(q, shapes.out, shapes.out_ndim, std::nullopt);
   const Tensor lse = empty_beside(q, shapes.lse, shapes.lse_ndim, accumulator_type(q));
   if (inputs.q.has_data) {
-    problem.device = device_of(inputs.q);
+    const Device device = device_of(inputs.q);
+    problem.device = device;
+    if (!can_run(problem, version.value_or(""))) {
+      // A copy may be what it takes: a tensor map cannot step through every stride.
+      q = torch::stable::contiguous(q), k = torch::stable::contiguous(k);
+      v = torch::stable::contiguous(v);
+      inputs = {view_of(q), view_of(k), view_of(v)};
+      problem = check_forward(inputs, options);
+      problem.device = device;
+    }
     FwdTensors tensors{};
     fill_pointers(inputs, options, tensors);
     tensors.out = out.data_ptr(), tensors.lse = lse.data_ptr();

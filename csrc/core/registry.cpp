@@ -91,6 +91,18 @@ std::string why_not(const BackendEntry& entry, const Problem& problem) {
   return status.ok() ? "" : status.text;
 }
 
+// Null when there is none.
+const Backend* first_able(const Problem& problem, const std::string& version) {
+  bool known = version.empty();
+  for (const BackendEntry& entry : backend_entries()) {
+    if (!version.empty() && entry.name != version) continue;
+    known = true;
+    if (entry.table && entry.table->why_not(&problem).ok()) return entry.table;
+  }
+  if (!known) throw unknown_backend(version);
+  return nullptr;
+}
+
 }  // namespace
 
 const std::vector<BackendEntry>& backend_entries() {
@@ -105,16 +117,12 @@ std::string why_not(const std::string& name, const Problem& problem) {
   throw unknown_backend(name);
 }
 
+bool can_run(const Problem& problem, const std::string& version) {
+  return first_able(problem, version) != nullptr;
+}
+
 const Backend& select_backend(const Problem& problem, const std::string& version) {
-  bool known = version.empty();
-  for (const BackendEntry& entry : backend_entries()) {
-    if (!version.empty() && entry.name != version) continue;
-    known = true;
-    if (entry.table && entry.table->why_not(&problem).ok()) return *entry.table;
-  }
-  if (!known) {
-    throw unknown_backend(version);
-  }
+  if (const Backend* backend = first_able(problem, version)) return *backend;
   std::string reasons;
   for (const auto& [name, reason] : passed_over(problem, version)) {
     if (version.empty() || name == version) reasons += "; " + name + ": " + reason;

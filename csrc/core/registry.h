@@ -19,6 +19,9 @@ struct BackendEntry {
 // In order of preference: fa3, fa2, fa1, cpu. Loaded on the first call.
 const std::vector<BackendEntry>& backend_entries();
 
+// Whether select_backend would find one.
+bool can_run(const Problem& problem, const std::string& version);
+
 // The first backend that can run the problem, or the one that version names ("": any). Throws an
 // Error that lists everybody's reasons when there is none.
 const Backend& select_backend(const Problem& problem, const std::string& version);

@@ -153,6 +153,7 @@ __device__ __forceinline__ void write_tile(const FwdParams& params, const Work& 
   const int tile_row = work.m_block * Traits::kBlockM;
   const int warp_row = warp * Traits::kWarpRows;
   float* lse = params.lse + work.lse_offset;
+  __syncwarp();  // all lanes have read the warp's rows of Q, which lie where O goes
 #pragma unroll
   for (int m = 0; m < Traits::kMTiles; ++m) {
     softmax[m].reduce();

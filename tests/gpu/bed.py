@@ -66,6 +66,7 @@ FEATURES = {
     "softcap": {"softcap": 5.0},
     "alibi": {"alibi_slopes": torch.empty(2, device="meta")},
     "dropout": {"dropout_p": 0.1, "rng_state": torch.empty(2, dtype=torch.int64, device="meta")},
+    "odd head_dim": {"head_dim": 63},
     "head_dim 256": {"head_dim": 256},
     "backward": {"backward": True},
 }
