@@ -1,7 +1,8 @@
 """Runs the CUDA kernels under compute-sanitizer's four tools and writes what they found.
 
-  python tools/sanitize.py            on a GPU; bench/results/<gpu>/<date>-<commit>-sanitizer.json
-  python tools/sanitize.py --calls    the calls themselves, which each tool watches
+  python tools/sanitize.py [TEXT]     on a GPU, of kernels whose name contains TEXT ("fa2", "bfloat16");
+                                      writes bench/results/<gpu>/<date>-<commit>-sanitizer.json
+  python tools/sanitize.py --calls TEXT [BACKEND ...]    the calls themselves, which each tool watches
 
 Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
 copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
@@ -48,8 +49,8 @@ def compute_sanitizer() -> str:
     return found or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin/compute-sanitizer")
 
 
-def calls(without: list[str]) -> None:
-    """Every kernel on every problem of CALLS; a result that is plainly wrong ends it."""
+def calls(text: str, without: list[str]) -> None:
+    """Every kernel that `text` names on every problem of CALLS; a result that is plainly wrong ends it."""
     import bed
     import torch
 
@@ -57,7 +58,7 @@ def calls(without: list[str]) -> None:
 
     count = 0
     for kernel in bed.KERNELS:
-        if kernel.backend in without:
+        if kernel.backend in without or text not in str(kernel):
             continue
         for name, problem in CALLS.items():
             inputs, options, _, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
@@ -69,10 +70,10 @@ def calls(without: list[str]) -> None:
     print(f"{count} calls")
 
 
-def watch(tool: str) -> dict:
+def watch(tool: str, text: str) -> dict:
     """Runs the calls under one tool."""
     command = [compute_sanitizer(), f"--tool={tool}", *TOOLS[tool], "--kernel-regex=kns=flash_ext"]
-    command += [sys.executable, __file__, "--calls", *WATCHES_ALL_BUT.get(tool, ())]
+    command += [sys.executable, __file__, "--calls", text, *WATCHES_ALL_BUT.get(tool, ())]
     start = time.monotonic()
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -94,14 +95,16 @@ def watch(tool: str) -> dict:
 
 def main() -> int:
     if "--calls" in sys.argv:
-        calls(sys.argv[2:])
+        calls(sys.argv[2], sys.argv[3:])
         return 0
+    text = sys.argv[1] if len(sys.argv) > 1 else ""
     from bench import machine
 
     with ThreadPoolExecutor(len(TOOLS)) as pool:
-        results = list(pool.map(watch, TOOLS))
+        results = list(pool.map(lambda tool: watch(tool, text), TOOLS))
     head = machine.header("sanitizer", "cuda")
     version = subprocess.run([compute_sanitizer(), "--version"], capture_output=True, text=True).stdout
+    head["kernels"] = text or "all"
     head["compute_sanitizer"] = version.strip().splitlines()[-1] if version.strip() else None
     folder = ROOT / "bench/results" / re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower())
     folder.mkdir(parents=True, exist_ok=True)
