@@ -104,7 +104,8 @@ inline TileScheduler make_scheduler(const Problem& p, int block_m) {
   scheduler.lanes = p.packed_q ? p.nheads : p.batch * p.nheads;
   scheduler.lanes_per_group = 1;
   scheduler.longest_first = p.window_right >= 0;
-  scheduler.num_tiles = int64_t{scheduler.m_slots} * scheduler.lanes;
+  // Packed slots are there even when no row is.
+  scheduler.num_tiles = p.total_q == 0 ? 0 : int64_t{scheduler.m_slots} * scheduler.lanes;
   return scheduler;
 }
 
