@@ -149,3 +149,37 @@ def test_doctor_without_the_door(copied):
     assert re.search(r"^  cpu       cpu_\w+\.so: ", run.stdout, re.M), (
         "the other door still tells about backends"
     )
+
+
+NOT_BUILT = {
+    name: f"not built: lib/{name}.so is missing (build with FLASH_EXT_CUDA_ARCHS={arch})"
+    for name, arch in {"fa3": "90a", "fa2": "80", "fa1": "75"}.items()
+}
+
+
+def planned(folder: Path):
+    """What plan prints, or raises, in a process of its own with one thread."""
+    code = "import torch, flash_ext; torch.set_num_threads(1); q = torch.zeros(2, 128, 8, 64); print(flash_ext.plan(q, q, q))"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_plan_where_no_arch_was_built(copied):
+    for file in (copied / "flash_ext/lib").glob("fa*.so"):
+        file.unlink()
+    assert re.sub(r"[\d.]+ KiB", "N KiB", planned(copied).stdout) == (
+        "backend    cpu\n"
+        "tile       256 queries x 128 keys: the largest tile that leaves two to each of 1 threads\n"
+        "grid       16, 1 launch\n"
+        "memory     workspace N KiB, shared 0 bytes, 1 stage\n"
+    ) + "".join(f"not {name}    {reason}\n" for name, reason in NOT_BUILT.items())
+
+
+def test_plan_with_every_backend_deleted(copied):
+    for file in (copied / "flash_ext/lib").glob("[cf]*.so"):
+        file.unlink()
+    run = planned(copied)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in NOT_BUILT.items())
+    text = f"RuntimeError: flash_ext: no backend can run this problem: {reasons}; cpu: lib/cpu_"
+    assert run.returncode == 1 and text in run.stderr

@@ -1,0 +1,85 @@
+"""What of the CUDA backends needs no GPU: block ranges, schedulers, why_not and plan."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from compare import SEED
+
+import flash_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_block_ranges_and_schedulers_against_brute_force(tmp_path):
+    program = tmp_path / "device_host"
+    build = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", f"-I{ROOT / 'csrc'}", "-x", "c++"]
+    subprocess.run([*build, ROOT / "tests/device_host.cpp", "-o", program], check=True, timeout=120)
+    run = subprocess.run(
+        [program, str(SEED % 2**31)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stdout
+    assert run.stdout == "14000 cases\n"
+
+
+def halves(batch=2, seqlen=512, nheads=16, head_dim=128, head_dim_v=None, dtype=torch.bfloat16):
+    shape = (batch, seqlen, nheads)
+    dims = (head_dim, head_dim, head_dim_v or head_dim)
+    return [torch.empty(*shape, dim, dtype=dtype, device="meta") for dim in dims]
+
+
+def why_not(name, tensors, **options):
+    """Why a backend is passed over for tensors on a Hopper; empty when it is the one."""
+    try:
+        plan = flash_ext.plan(*tensors, device=options.pop("device", "sm_90"), version=name, **options)
+    except RuntimeError as error:
+        return str(error)
+    assert plan.backend == name
+    return ""
+
+
+BUILT = {name: "not built" not in why_not(name, halves()) for name in ("fa2", "fa3")}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_backend_that_is_not_built_says_how_to_build_it(name):
+    reason = why_not(name, halves())
+    arch = {"fa2": "80", "fa3": "90a"}[name]
+    hint = f"not built: lib/{name}.so is missing (build with FLASH_EXT_CUDA_ARCHS={arch})"
+    assert BUILT[name] or reason.endswith(hint)
+
+
+# What each backend answers when it is built; when it is not, the test above holds.
+REASONS = [
+    ("fa3", halves(), {"device": "sm_80"}, "it runs on compute capability 9.0 only, this card has 8.0"),
+    ("fa2", halves(), {"device": "sm_75"}, "it needs compute capability 8.0 or newer, this card has 7.5"),
+    ("fa3", halves(), {"softcap": 5.0}, "softcap is not built yet"),
+    ("fa3", halves(), {"backward": True}, "its backward is not built yet"),
+    ("fa2", halves(head_dim=192), {"device": "sm_80"}, "head_dim 192 with head_dim_v 192 has no kernel yet (up to 128)"),
+    ("fa3", halves(seqlen=2**28, nheads=1, batch=1), {}, "a sequence must be shorter than 2^28"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, tensors, options, sentence", REASONS, ids=[r[3] for r in REASONS])
+def test_why_not(name, tensors, options, sentence):
+    reason = why_not(name, tensors, **options)
+    assert reason.endswith(f"{name}: {sentence}") or not BUILT[name]
+
+
+def test_plans_of_fa3():
+    if not BUILT["fa3"]:
+        assert "not built" in why_not("fa3", halves())
+        return
+    plan = flash_ext.plan(*halves(), device="sm_90", version="fa3")
+    assert plan.tile == (128, 128) and plan.grid == 128 and plan.workspace_bytes == 0
+    plan = flash_ext.plan(*halves(head_dim=64, seqlen=8192), device="sm_90", causal=True, version="fa3")
+    assert plan.tile == (192, 128) and plan.grid == 132 and plan.workspace_bytes > 0, "a counter of tiles"
+    plan = flash_ext.plan(*halves(head_dim=64), device="sm_90", causal=True, version="fa3")
+    assert plan.tile == (128, 128), "short causal tiles"
+    plan = flash_ext.plan(*halves(head_dim=63), device="sm_90", version="fa3")
+    assert plan.tile == (192, 128), "63 columns are padded to 64"
+    rows = torch.empty(0, 2, 64, dtype=torch.bfloat16, device="meta")
+    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+    plan = flash_ext.plan(rows, rows, rows, cu_seqlens, cu_seqlens, 0, 0, device="sm_90", version="fa3")
+    assert plan.grid == 0, "packed slots without a row launch nothing"
