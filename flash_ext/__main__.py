@@ -189,18 +189,10 @@ def gpu_advice(facts: Facts, backends: dict, gpu: dict) -> list[str]:
     todo = []
     if facts.torch and not facts.torch_cuda:
         todo.append(f"{name} is there, but torch {facts.torch} has no CUDA: install a CUDA build of torch")
-    if cc < 70:
-        return [
-            f"{name} is older than 7.0: no backend exists for it; use torch's scaled_dot_product_attention"
-        ]
+    if cc < 80:
+        return [*todo, f"{name} has no kernel yet: use torch's scaled_dot_product_attention"]
     if any(serves(b["build"], cc) for b in backends.values() if b["loaded"]):
         return todo
-    if cc == 70 and numbers(facts.nvcc)[:1] >= (13,):
-        return [
-            *todo,
-            f"{name} has no backend, and nvcc {facts.nvcc} cannot build one: "
-            "CUDA 13 dropped 7.0, use 12.9 or older",
-        ]
     arch = "90a" if cc == 90 else str(cc)
     return [
         *todo,
