@@ -11,8 +11,7 @@ using namespace device;
 
 constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 
-// ---- instances
-// --------------------------------------------------------------------------------------
+// ---- instances --------------------------------------------------------------------------------
 
 template <typename Element>
 constexpr DType kDType = DType::kFloat16;
@@ -49,8 +48,7 @@ const Instance* find_instance(const Problem& p) {
   return nullptr;
 }
 
-// ---- what it can run
-// ----------------------------------------------------------------------------------
+// ---- what it can run --------------------------------------------------------------------------
 
 Status why_not(const Problem* problem) {
   const Problem& p = *problem;
@@ -77,8 +75,7 @@ Status why_not(const Problem* problem) {
                           make_scheduler(p, instance->block_m).num_tiles);
 }
 
-// ---- plan
-// ---------------------------------------------------------------------------------------------
+// ---- plan -------------------------------------------------------------------------------------
 
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
@@ -97,8 +94,7 @@ Status plan(const Problem* problem, Plan* plan) {
   return ok_status();
 }
 
-// ---- the call
-// -----------------------------------------------------------------------------------------
+// ---- the call ---------------------------------------------------------------------------------
 
 FwdParams make_params(const Problem& p, const FwdTensors& t, const Instance& instance) {
   FwdParams params{};

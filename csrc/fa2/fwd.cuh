@@ -44,10 +44,10 @@ struct FwdTraits {
   static_assert(kStages >= 2, "the next block loads while this one is worked on");
 };
 
-// ---- shared memory: rows of kChunks 16-byte chunks, chunk c of row r at place c ^ (r % 8), so
-// that ldmatrix reads eight rows from eight different bank groups
-// --------------------------------------
+// ---- shared memory ----------------------------------------------------------------------------
 
+// Rows of kChunks 16-byte chunks, chunk c of row r at place c ^ (r % 8): ldmatrix then reads eight
+// rows from eight different bank groups.
 template <typename Traits>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
   return row * Traits::kRowBytes + ((chunk ^ (row & 7)) << 4);
@@ -72,8 +72,7 @@ __device__ __forceinline__ void load_rows(uint32_t smem, const typename Traits::
   }
 }
 
-// ---- the two products
-// -------------------------------------------------------------------------------
+// ---- the two products -------------------------------------------------------------------------
 
 // S = Q K^T. q: this lane's ldmatrix address of the warp's rows; k: of the block.
 template <typename Traits>
@@ -139,8 +138,7 @@ __device__ __forceinline__ const Element* matrix(const void* tensor, const Strid
          head * stride.head;
 }
 
-// ---- one tile of work
-// ---------------------------------------------------------------------------------
+// ---- one tile of work -------------------------------------------------------------------------
 
 // Writes O = acc / sum and lse = ln(sum) + max * scale; rows past used_rows get 0 and -inf.
 template <typename Traits>
@@ -276,8 +274,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   }
 }
 
-// ---- launch
-// -------------------------------------------------------------------------------------------
+// ---- launch -----------------------------------------------------------------------------------
 
 // Returns cudaGetLastError's answer; the device is the current one.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages>

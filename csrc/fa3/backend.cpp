@@ -12,8 +12,7 @@ using namespace device;
 
 constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 
-// ---- instances
-// --------------------------------------------------------------------------------------
+// ---- instances --------------------------------------------------------------------------------
 
 template <typename Element>
 constexpr DType kDType = DType::kFloat16;
@@ -69,8 +68,7 @@ const Instance* find_instance(const Problem& p) {
   return p.tile > tile ? nullptr : chosen;
 }
 
-// ---- what it can run
-// ----------------------------------------------------------------------------------
+// ---- what it can run --------------------------------------------------------------------------
 
 // Whether a tensor map can describe the tensor. rows: of one batch when padded, else all.
 bool can_map(const Strides& stride, int64_t rows, int heads, int batch) {
@@ -117,8 +115,7 @@ Status why_not(const Problem* problem) {
                           make_scheduler(p, instance->block_m).num_tiles);
 }
 
-// ---- plan
-// ---------------------------------------------------------------------------------------------
+// ---- plan -------------------------------------------------------------------------------------
 
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
@@ -141,8 +138,7 @@ Status plan(const Problem* problem, Plan* plan) {
   return ok_status();
 }
 
-// ---- the call
-// -----------------------------------------------------------------------------------------
+// ---- the call ---------------------------------------------------------------------------------
 
 Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
                    FwdParams* params) {

@@ -20,8 +20,7 @@
 
 namespace flash_ext::fa3 {
 
-// ---- producer: one thread
-// -------------------------------------------------------------------------------
+// ---- producer: one thread ---------------------------------------------------------------------
 
 template <typename Traits>
 __device__ __forceinline__ void load_tiles(const FwdParams& params, const Smem<Traits>& smem,
@@ -88,8 +87,7 @@ __device__ __forceinline__ void load_tiles(const FwdParams& params, const Smem<T
   }
 }
 
-// ---- consumers: a warp group each
-// --------------------------------------------------------------------------
+// ---- consumers: a warp group each -------------------------------------------------------------
 
 template <typename Traits>
 struct Consumer {
@@ -348,8 +346,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-// ---- launch
-// -----------------------------------------------------------------------------------------------
+// ---- launch -----------------------------------------------------------------------------------
 
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
           int kOwnO>

@@ -35,8 +35,7 @@ struct FwdTraits {
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
 
-// ---- shared memory
-// ------------------------------------------------------------------------------------
+// ---- shared memory ----------------------------------------------------------------------------
 
 template <typename Traits>
 struct Smem {
