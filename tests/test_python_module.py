@@ -55,7 +55,7 @@ print("agrees without torch")
 """
 
 
-def test_agrees_with_the_reference_in_a_process_without_torch(seed=None):
+def test_agrees_with_the_reference_in_a_process_without_torch():
     seed = str(np.random.SeedSequence().entropy % 2**31)
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WITHOUT_TORCH), _C.__file__, seed],

@@ -113,12 +113,12 @@ void fill_shapes(const Inputs& in, const Options& o, Problem& p) {
 }
 
 void fill_batch(const Inputs& in, const Options& o, Problem& p) {
-  int64_t batch = p.packed_q ? o.cu_seqlens_q.sizes[0] - 1 : in.q.sizes[0];
-  if (!p.packed_q && p.packed_k) batch = in.q.sizes[0];
-  if (p.packed_q && !p.packed_k) batch = in.k.sizes[0];
   if (p.packed_q && (o.cu_seqlens_q.ndim != 1 || o.cu_seqlens_q.sizes[0] < 1)) {
     value_error("cu_seqlens_q must have shape (batch + 1,), got " + shape_text(o.cu_seqlens_q));
   }
+  const int64_t batch = !p.packed_q   ? in.q.sizes[0]
+                        : !p.packed_k ? in.k.sizes[0]
+                                      : o.cu_seqlens_q.sizes[0] - 1;
   p.batch = checked_int32("batch", batch);
   const int64_t cu[] = {batch + 1}, one[] = {batch};
   if (p.packed_q) {

@@ -97,7 +97,6 @@ inline int padded_length(bool packed, int64_t total, int batch) {
 
 inline TileScheduler make_scheduler(const Problem& p, int block_m) {
   TileScheduler scheduler{};
-  scheduler.nheads = p.nheads;
   const int seqlen_q = padded_length(p.packed_q, p.total_q, p.batch);
   scheduler.m_slots = static_cast<int>(p.packed_q ? packed_slots(p.total_q, p.batch, block_m)
                                                   : (seqlen_q + block_m - 1) / block_m);

@@ -16,8 +16,7 @@ struct TileScheduler {
   int m_slots;          // blocks of rows of one head: of one sequence, or of all when packed
   int lanes;            // batch * nheads, or nheads when packed: things that have m_slots each
   int lanes_per_group;  // neighbours in time: so many lanes share the L2, longest rows first
-  int nheads;
-  int longest_first;  // 1: the last block of rows first (causal)
+  int longest_first;    // 1: the last block of rows first (causal)
 
   FLASH_EXT_HOST_DEVICE void decode(int64_t tile, int* lane, int* slot) const {
     const int64_t group_tiles = int64_t{lanes_per_group} * m_slots;
