@@ -73,12 +73,21 @@ int check_scheduler(std::mt19937& random) {
   scheduler.lanes_per_group = 1 + random() % scheduler.lanes;
   scheduler.longest_first = random() % 2;
   std::set<std::pair<int, int>> seen;
-  for (int64_t tile = 0; tile < int64_t{scheduler.m_slots} * scheduler.lanes; ++tile) {
+  for (uint32_t tile = 0; tile < scheduler.m_slots * scheduler.lanes; ++tile) {
     int lane, slot;
     scheduler.decode(tile, &lane, &slot);
-    CHECK(lane >= 0 && lane < scheduler.lanes && slot >= 0 && slot < scheduler.m_slots);
+    CHECK(lane >= 0 && lane < int(scheduler.lanes));
+    CHECK(slot >= 0 && slot < int(scheduler.m_slots));
     CHECK(seen.emplace(lane, slot).second);
   }
+  return 1;
+}
+
+int check_columns_below(std::mt19937& random) {
+  const int column = static_cast<int>(random() % 300) - 20;
+  uint32_t expected = 0;
+  for (int bit = 0; bit < 32; ++bit) expected |= uint32_t{bit / 2 * 8 + bit % 2 < column} << bit;
+  CHECK(columns_below(column) == expected);
   return 1;
 }
 
@@ -88,7 +97,7 @@ int main(int, char** arguments) {
   for (int i = 0; i < 2000; ++i) {
     cases += check_block_range<64>(random) + check_block_range<128>(random) + check_block_range<112>(random);
     cases += check_packed_rows<64>(random) + check_packed_rows<128>(random) + check_packed_rows<192>(random);
-    cases += check_scheduler(random);
+    cases += check_scheduler(random) + check_columns_below(random);
   }
   std::printf("%d cases\n", cases);
 }

@@ -95,16 +95,31 @@ inline int padded_length(bool packed, int64_t total, int batch) {
   return packed || batch == 0 ? 0 : static_cast<int>(total / batch);
 }
 
+// Heads whose K and V fill two thirds of the L2 together: tiles of such a group run longest first,
+// and still find their keys there. Groups are of one size: a small one at the end would have too
+// few short tiles to fill the card's last moments.
+inline int64_t lanes_per_group(const Problem& p, int64_t lanes) {
+  const int64_t seqlen_k = p.packed_k || !p.batch ? p.seqlen_k : p.total_k / p.batch;
+  const int64_t bytes = std::max<int64_t>(1, 2 * seqlen_k * (p.head_dim + p.head_dim_v));
+  const int64_t heads = std::max<int64_t>(1, p.device.l2_bytes / 3 * 2 / bytes);
+  const int64_t most = heads * (p.nheads / std::max(1, p.nheads_k));
+  const int64_t groups = std::max<int64_t>(1, (lanes + most - 1) / most);
+  return (lanes + groups - 1) / groups;
+}
+
 inline TileScheduler make_scheduler(const Problem& p, int block_m) {
   TileScheduler scheduler{};
   const int seqlen_q = padded_length(p.packed_q, p.total_q, p.batch);
-  scheduler.m_slots = static_cast<int>(p.packed_q ? packed_slots(p.total_q, p.batch, block_m)
-                                                  : (seqlen_q + block_m - 1) / block_m);
-  scheduler.lanes = p.packed_q ? p.nheads : p.batch * p.nheads;
-  scheduler.lanes_per_group = 1;
-  scheduler.longest_first = p.window_right >= 0;
+  const int64_t m_slots = p.packed_q ? packed_slots(p.total_q, p.batch, block_m)
+                                     : (int64_t{seqlen_q} + block_m - 1) / block_m;
+  const int64_t lanes = p.packed_q ? p.nheads : int64_t{p.batch} * p.nheads;
+  scheduler.m_slots = static_cast<uint32_t>(m_slots);
+  scheduler.lanes = static_cast<uint32_t>(lanes);
+  scheduler.longest_first = p.window_right >= 0 && p.window_left < 0;
+  scheduler.lanes_per_group = static_cast<uint32_t>(
+      scheduler.longest_first ? std::max<int64_t>(1, lanes_per_group(p, lanes)) : 1);
   // Packed slots are there even when no row is.
-  scheduler.num_tiles = p.total_q == 0 ? 0 : int64_t{scheduler.m_slots} * scheduler.lanes;
+  scheduler.num_tiles = p.total_q == 0 ? 0 : m_slots * lanes;
   return scheduler;
 }
 

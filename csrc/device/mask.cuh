@@ -9,21 +9,26 @@
 namespace flash_ext::device {
 
 // Scores of keys that a query does not see become -inf. row: the query of this lane's first row
-// (the other is row + 8); n_begin: the key of the tile's first column.
+// (the other is row + 8); n_begin: the key of the tile's first column. Bit by bit: a register of
+// bits fills seven predicates at once, where two comparisons an element took most of a masked
+// block's time.
 template <int kCount>
 __device__ __forceinline__ void apply_mask(float (&s)[kCount], const Visible& visible, int row,
                                            int n_begin) {
+  constexpr int kWordCount = 64;  // registers of both rows whose columns fill a word: 128 columns
   const int column = n_begin + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int begin = visible.begin(row + 8 * half) - column,
               end = visible.end(row + 8 * half) - column;
 #pragma unroll
-    for (int i = 2 * half; i < kCount; i += 4) {
+    for (int word = 0; word < kCount; word += kWordCount) {
+      const uint32_t seen = columns_below(end - 2 * word) & ~columns_below(begin - 2 * word);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int j = 2 * (i - 2 * half) + c;
-        if (j < begin || j >= end) s[i + c] = -INFINITY;
+      for (int i = word + 2 * half; i < kCount && i < word + kWordCount; i += 4) {
+        const int bit = (i - word) / 4 * 2;
+        if (!(seen >> bit & 1)) s[i] = -INFINITY;
+        if (!(seen >> bit & 2)) s[i + 1] = -INFINITY;
       }
     }
   }
@@ -45,7 +50,7 @@ struct Work {
 // Fills in work, which lies in shared memory: the one thread that does it has few registers.
 // Params: FwdParams of a generation.
 template <int kBlockM, int kBlockN, typename Params>
-__device__ __forceinline__ void find_work(const Params& params, int64_t tile, Work& work) {
+__device__ __forceinline__ void find_work(const Params& params, uint32_t tile, Work& work) {
   int lane, slot;
   params.scheduler.decode(tile, &lane, &slot);
   int sequence, rows;
@@ -71,10 +76,11 @@ __device__ __forceinline__ void find_work(const Params& params, int64_t tile, Wo
   work.m_block = slot;
   work.rows = rows;
   work.range = {};
+  work.visible = {};
   work.used_rows = 0;
+  work.k_row = 0;
   if (sequence < 0) return;
   int seqlen_k = params.seqlen_k;
-  work.k_row = 0;
   if (params.cu_seqlens_k) {
     const int first = params.cu_seqlens_k[sequence];
     work.k_row = first;

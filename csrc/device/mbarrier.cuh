@@ -9,18 +9,15 @@
 
 namespace flash_ext::device {
 
-// A position in a ring of kStages buffers, and the parity that its barriers complete next.
+// The buffer that the count-th use of a ring of kStages buffers takes, and the parity that its
+// barriers complete then. One counter is one register.
 template <int kStages>
 struct RingPosition {
-  int stage = 0;
-  uint32_t phase = 0;  // flips on each lap
+  static_assert((kStages & (kStages - 1)) == 0, "a ring has a power of two of buffers");
+  uint32_t stage, phase;
 
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  __device__ __forceinline__ explicit RingPosition(uint32_t count)
+      : stage(count % kStages), phase(count / kStages & 1) {}
 };
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

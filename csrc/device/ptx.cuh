@@ -71,6 +71,27 @@ __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   return value;
 }
 
+__device__ __forceinline__ void st_global_16(void* gmem, const uint32_t (&r)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Four values in each of the four lanes of a quad: lane i gets the i-th of all, by lane.
+__device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? r[i] : r[i + 1], 1);
+    (odd ? r[i] : r[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? r[i] : r[i + 2], 2);
+    (high ? r[i] : r[i + 2]) = got;
+  }
+}
+
 // 2^x, two ulp, denormal results become 0; 2^-inf = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -9,9 +9,13 @@
 
 namespace flash_ext::device {
 
+// A maximum that grows by less than this, in powers of two, stays: P may reach 2^8, and O need not
+// be rescaled. P is as exact as before, and float16 holds it.
+constexpr float kMaxGrowth = 8.f;
+
 // The state of this lane's two rows.
 struct Softmax {
-  float max[2];  // of raw scores, the same in a quad
+  float max[2];  // of raw scores, at most kMaxGrowth below the true one; the same in a quad
   float sum[2];  // this lane's part, relative to max
 
   // A sink is a score without a value: one more exp(sink) in the sum.
@@ -31,10 +35,11 @@ struct Softmax {
       for (int i = 2 * half; i < kCount; i += 4) row_max = fmaxf(row_max, fmaxf(s[i], s[i + 1]));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+      if ((row_max - max[half]) * scale_log2 <= kMaxGrowth) row_max = max[half];
       // A row that has seen no key keeps the maximum -inf: any finite shift makes its P zero.
       // The products are rounded, and upwards: P and O are then relative to one and the same shift
       // (fused, a maximum that stays would rescale by a little more or less than 1 at every block),
-      // and no P is above 1, however large the scores.
+      // and no P is above 2^kMaxGrowth, however large the scores.
       const float shift = row_max == -INFINITY ? 0.f : __fmul_ru(row_max, scale_log2);
       rescale[half] = exp2_approx(__fmul_ru(max[half], scale_log2) - shift);
       max[half] = row_max;

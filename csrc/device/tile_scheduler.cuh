@@ -10,22 +10,22 @@ struct Tile {
   int sequence, head, m_block;
 };
 
-// What the host fills in.
+// What the host fills in. 32 bits: a 64-bit division would take the producer of a kernel longer
+// than a block of keys.
 struct TileScheduler {
-  int64_t num_tiles;
-  int m_slots;          // blocks of rows of one head: of one sequence, or of all when packed
-  int lanes;            // batch * nheads, or nheads when packed: things that have m_slots each
-  int lanes_per_group;  // neighbours in time: so many lanes share the L2, longest rows first
-  int longest_first;    // 1: the last block of rows first (causal)
+  int64_t num_tiles;         // m_slots * lanes, below 2^31
+  uint32_t m_slots;          // blocks of rows of one head: of one sequence, or of all when packed
+  uint32_t lanes;            // batch * nheads, or nheads when packed: things with m_slots each
+  uint32_t lanes_per_group;  // neighbours in time: so many lanes share the L2, longest rows first
+  uint32_t longest_first;    // 1: the last block of rows first (causal)
 
-  FLASH_EXT_HOST_DEVICE void decode(int64_t tile, int* lane, int* slot) const {
-    const int64_t group_tiles = int64_t{lanes_per_group} * m_slots;
-    const int group = static_cast<int>(tile / group_tiles);
-    const int inside = static_cast<int>(tile - group * group_tiles);
-    const int first = group * lanes_per_group;
-    const int size = lanes - first < lanes_per_group ? lanes - first : lanes_per_group;
-    *lane = first + inside % size;
-    *slot = longest_first ? m_slots - 1 - inside / size : inside / size;
+  FLASH_EXT_HOST_DEVICE void decode(uint32_t tile, int* lane, int* slot) const {
+    const uint32_t group_tiles = lanes_per_group * m_slots, group = tile / group_tiles,
+                   inside = tile - group * group_tiles, first = group * lanes_per_group,
+                   left = lanes - first, size = left < lanes_per_group ? left : lanes_per_group,
+                   row = inside / size;
+    *lane = static_cast<int>(first + inside - row * size);
+    *slot = static_cast<int>(longest_first ? m_slots - 1 - row : row);
   }
 };
 

@@ -49,4 +49,11 @@ FLASH_EXT_HOST_DEVICE BlockRange block_range(const Visible& visible, int m_begin
   return range;
 }
 
+// Of a lane's columns 8 j + {0, 1} of a row (bits 2 j and 2 j + 1, 32 in a word), those below
+// `column`.
+FLASH_EXT_HOST_DEVICE uint32_t columns_below(int column) {
+  const int count = column <= 0 ? 0 : column / 8 * 2 + (column % 8 < 2 ? column % 8 : 2);
+  return count >= 32 ? ~0u : (1u << count) - 1;
+}
+
 }  // namespace flash_ext::device

@@ -37,6 +37,12 @@ __device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t smem, uint32_t 
   return kSwizzle128 | kStride | (uint64_t{slab_bytes >> 4} << 16) | ((smem & 0x3FFFF) >> 4);
 }
 
+// The descriptor of what lies `bytes` further on: one addition, where building it anew takes four.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
+  return (descriptor & 0xFFFFFFFF00000000) | low;
+}
+
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -72,6 +78,9 @@ struct WgmmaAtoms;
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, Major::MN>; \
   };
 FLASH_EXT_WGMMA_ATOMS(64)
+FLASH_EXT_WGMMA_ATOMS(80)
+FLASH_EXT_WGMMA_ATOMS(96)
+FLASH_EXT_WGMMA_ATOMS(160)
 FLASH_EXT_WGMMA_ATOMS(112)
 FLASH_EXT_WGMMA_ATOMS(128)
 FLASH_EXT_WGMMA_ATOMS(192)
@@ -88,8 +97,8 @@ __device__ __forceinline__ void shared_mma(float (&c)[kCount], uint64_t a, uint6
 }
 template <typename Atom, int kCount, size_t... kI>
 __device__ __forceinline__ void register_mma(float (&c)[kCount], const uint32_t (&a)[4], uint64_t b,
-                                             std::index_sequence<kI...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, c[kI]..., ScaleOut::One);
+                                             ScaleOut scale, std::index_sequence<kI...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, c[kI]..., scale);
 }
 }  // namespace detail
 
@@ -104,9 +113,10 @@ __device__ __forceinline__ void wgmma_shared(float (&c)[kCount], uint64_t a, uin
 
 template <typename Element, int kCount>
 __device__ __forceinline__ void wgmma_registers(float (&c)[kCount], const uint32_t (&a)[4],
-                                                uint64_t b) {
+                                                uint64_t b, bool accumulate) {
   detail::register_mma<typename WgmmaAtoms<Element, 2 * kCount>::Registers>(
-      c, a, b, std::make_index_sequence<kCount>{});
+      c, a, b, accumulate ? detail::ScaleOut::One : detail::ScaleOut::Zero,
+      std::make_index_sequence<kCount>{});
 }
 
 }  // namespace flash_ext::device

@@ -21,51 +21,39 @@ constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
 
 struct Instance {
   DType dtype;
-  int head_dim, head_dim_v, block_m, block_n, stages, own_o;
+  int head_dim, head_dim_v, block_m, block_n, stages, q_stages;
   cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
 
   int smem_bytes() const {
-    const int rows_v = stages * block_n + (own_o ? block_m : 0);
-    return 1024 + 2 * (head_dim * (block_m + stages * block_n) + head_dim_v * rows_v);
+    const int slabs = (head_dim + 63) / 64, slabs_v = (head_dim_v + 63) / 64;
+    return 1024 + 128 * (slabs * q_stages * block_m + (slabs + slabs_v) * stages * block_n);
   }
 };
 
-#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, own_o) \
-  {kDType<element>,                                                                      \
-   head_dim,                                                                             \
-   head_dim_v,                                                                           \
-   block_m,                                                                              \
-   block_n,                                                                              \
-   stages,                                                                               \
-   own_o,                                                                                \
-   &launch_##header<element, head_dim, head_dim_v, block_m, block_n, stages, own_o>},
+#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, q_stages) \
+  {kDType<element>,                                                                         \
+   head_dim,                                                                                \
+   head_dim_v,                                                                              \
+   block_m,                                                                                 \
+   block_n,                                                                                 \
+   stages,                                                                                  \
+   q_stages,                                                                                \
+   &launch_##header<element, head_dim, head_dim_v, block_m, block_n, stages, q_stages>},
 constexpr Instance kInstances[] = {
 #include "fa3/instances.inc"
 };
 #undef INSTANCE
 
-// 192 rows use the tensor cores better, 128 waste less where a tile is short: measured on 9.0,
-// causal lengths up to 1k and windows are faster with 128.
-bool has_short_tiles(const Problem& p) {
-  const int64_t rows = p.batch ? p.total_q / p.batch : 0;
-  return rows <= 128 || p.window_left >= 0 || (p.window_right >= 0 && rows <= 1024);
-}
-
-// An instance of the smallest bucket that holds both head dimensions; null when there is none.
-// p.tile = 1, 2, ... forces one of the bucket's tiles.
+// The instance of the smallest bucket that holds both head dimensions; null when there is none.
 const Instance* find_instance(const Problem& p) {
-  const Instance *bucket = nullptr, *chosen = nullptr;
-  const int wanted = p.tile > 0 ? p.tile : has_short_tiles(p) ? 2 : 1;
-  int tile = 0;
+  if (p.tile > 1) return nullptr;  // a bucket has one tile
   for (const Instance& instance : kInstances) {
-    if (instance.dtype != static_cast<DType>(p.dtype)) continue;
-    if (instance.head_dim < p.head_dim || instance.head_dim_v < p.head_dim_v) continue;
-    if (!bucket) bucket = &instance;
-    if (instance.head_dim != bucket->head_dim || instance.head_dim_v != bucket->head_dim_v)
-      continue;
-    if (++tile <= wanted) chosen = &instance;
+    if (instance.dtype == static_cast<DType>(p.dtype) && instance.head_dim >= p.head_dim &&
+        instance.head_dim_v >= p.head_dim_v) {
+      return &instance;
+    }
   }
-  return p.tile > tile ? nullptr : chosen;
+  return nullptr;
 }
 
 // ---- what it can run --------------------------------------------------------------------------
@@ -117,6 +105,14 @@ Status why_not(const Problem* problem) {
 
 // ---- plan -------------------------------------------------------------------------------------
 
+// Whether tiles differ in length: a counter hands them out then, else each CTA takes its share,
+// which costs nothing.
+bool are_unequal(const Problem& p, int block_m) {
+  const int64_t rows = p.batch ? p.total_q / p.batch : 0;
+  return p.window_right >= 0 || p.window_left >= 0 || p.packed_q || p.packed_k || p.has_seqused_q ||
+         p.has_seqused_k || rows % block_m;
+}
+
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
@@ -124,12 +120,11 @@ Status plan(const Problem* problem, Plan* plan) {
   *plan = Plan{};
   plan->tile_m = instance.block_m;
   plan->tile_n = instance.block_n;
-  plan->grid = std::min<int64_t>(make_scheduler(*problem, instance.block_m).num_tiles,
-                                 problem->device.sm_count);
-  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
   const int64_t tiles = make_scheduler(*problem, instance.block_m).num_tiles;
-  const bool unequal = problem->window_right >= 0 || problem->packed_q || problem->has_seqused_k;
-  if (unequal && tiles > plan->grid) plan->workspace_bytes = sizeof(uint32_t);
+  plan->grid = std::min<int64_t>(tiles, problem->device.sm_count);
+  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
+  if (are_unequal(*problem, instance.block_m) && tiles > plan->grid)
+    plan->workspace_bytes = sizeof(uint32_t);
   plan->smem = instance.smem_bytes();
   plan->stages = instance.stages;
   plan->launches = plan->grid > 0;
@@ -143,6 +138,7 @@ Status plan(const Problem* problem, Plan* plan) {
 Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
                    FwdParams* params) {
   fill_params(p, t, instance.block_m, *params);
+  params->out = t.out, params->out_stride = p.out, params->head_dim_v = p.head_dim_v;
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
   const int64_t rows_q = p.packed_q ? p.total_q : params->seqlen_q,
                 rows_k = std::max<int64_t>(1, p.packed_k ? p.total_k : params->seqlen_k);
@@ -150,7 +146,6 @@ Status make_params(const Problem& p, const FwdTensors& t, const Instance& instan
   if (!tensor_map_encoder())
     return make_status(Code::kCudaError,
                        "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
-  constexpr int kStoreRows = 64;  // a warp group writes its own
   const void* k =
       p.total_k ? t.k : t.q;  // without keys no block is loaded, but a map must be valid
   const void* v = p.total_k ? t.v : t.q;
@@ -159,9 +154,7 @@ Status make_params(const Problem& p, const FwdTensors& t, const Instance& instan
                              make_tensor_map(&params->k, bf16, k, p.k, rows_k, p.head_dim,
                                              p.nheads_k, batch_k, instance.block_n),
                              make_tensor_map(&params->v, bf16, v, p.v, rows_k, p.head_dim_v,
-                                             p.nheads_k, batch_k, instance.block_n),
-                             make_tensor_map(&params->out, bf16, t.out, p.out, rows_q, p.head_dim_v,
-                                             p.nheads, batch_q, kStoreRows)};
+                                             p.nheads_k, batch_k, instance.block_n)};
   for (const CUresult error : errors) {
     if (error != CUDA_SUCCESS)
       return make_status(Code::kCudaError, "cuTensorMapEncodeTiled: error %d",

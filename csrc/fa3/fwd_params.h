@@ -11,7 +11,10 @@
 namespace flash_ext::fa3 {
 
 struct FwdParams {
-  device::TensorMap q, k, v, out;  // boxes of 64 columns and a tile's rows
+  device::TensorMap q, k, v;  // boxes of 64 columns and a tile's rows
+  void* out;
+  Strides out_stride;
+  int head_dim_v;
   uint32_t* next_tile;  // counter of tiles handed out, or null: every CTA takes each gridDim-th
   float* lse;           // (batch, nheads, seqlen_q) or (nheads, total_q)
   const float* sinks;   // (nheads) or null

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device/mask.cuh"
+#include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
 namespace flash_ext::fa3 {
@@ -11,27 +12,25 @@ namespace flash_ext::fa3 {
 using namespace device;
 
 template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_,
-          int kStages_, bool kOwnO_>
+          int kStages_, int kQStages_>
 struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // buckets
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
-  static constexpr bool kOwnO = kOwnO_;  // O has a buffer of its own, or leaves through Q's
-  static constexpr int kConsumers = kBlockM / 64;  // warp groups
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_, kQStages = kQStages_;  // buffers of K and V, and of Q
+  static constexpr int kConsumers = kBlockM / 64;                 // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kQBytes = kBlockM * kHeadDim * 2;
-  static constexpr int kOBytes = kBlockM * kHeadDimV * 2;
-  static constexpr int kKBytes = kBlockN * kHeadDim * 2,
-                       kVBytes = kBlockN * kHeadDimV * 2;  // of a stage
-  static constexpr int kSmemBytes =
-      1024 + kQBytes + (kOwnO ? kOBytes : 0) + kStages * (kKBytes + kVBytes);
+  static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
+  static constexpr int kQBytes = kBlockM * kSlabs * kSlabRowBytes;
+  static constexpr int kKBytes = kBlockN * kSlabs * kSlabRowBytes,
+                       kVBytes = kBlockN * kSlabsV * kSlabRowBytes;  // of a stage
+  static constexpr int kSmemBytes = 1024 + kQStages * kQBytes + kStages * (kKBytes + kVBytes);
   // They must add up to what the launch gives the block: 168 x 384 or 128 x 512.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static_assert(kBlockM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3,
                 "a warp group owns 64 queries");
-  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0, "tiles are slabs of 64 columns");
-  static_assert(kOwnO || kOBytes <= kQBytes, "O leaves through Q's buffer");
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "O is written 32 columns at a time");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
 
@@ -39,23 +38,37 @@ struct FwdTraits {
 
 template <typename Traits>
 struct Smem {
-  uint32_t q, o, k, v;
+  uint32_t q, k, v;
 
   __device__ __forceinline__ explicit Smem(uint32_t base) {
     q = base;
-    o = Traits::kOwnO ? q + Traits::kQBytes : q;
-    k = q + Traits::kQBytes + (Traits::kOwnO ? Traits::kOBytes : 0);
+    k = q + Traits::kQStages * Traits::kQBytes;
     v = k + Traits::kStages * Traits::kKBytes;
   }
 };
 
-template <int kStages>
+// A tile, and the blocks that each warp group's 64 rows see of it: those of no other group are
+// passed over.
+struct TileWork : Work {
+  TmaCoordinates q_at, k_at, v_at;  // of its first query, and of the sequence's first key
+  int64_t out_offset;               // of the sequence's first row, in elements
+  BlockRange groups[3];
+};
+
+// The producer hands tiles to the consumers through a ring; head = -1: no more.
+struct TileSlot {
+  uint64_t full, empty;
+  TileWork work;
+};
+constexpr int kTilesAhead = 4;
+
+template <typename Traits>
 struct Barriers {
-  uint64_t q_full, q_empty;
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t tile_full[2], tile_empty[2];
-  Work works[2];  // the tiles that the producer hands to the consumers; head = -1: no more
+  uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t almost_loaded;  // the loads of a tile near their end: the next one is to be found
+  TileSlot tiles[kTilesAhead];
 };
 
 }  // namespace flash_ext::fa3

@@ -11,7 +11,7 @@ namespace flash_ext::fa3 {
 
 // Returns cudaGetLastError's answer; the device is the current one.
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
-          int kOwnO>
+          int kQStages>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa3
