@@ -38,8 +38,6 @@ inline Status common_why_not(const Problem& p) {
   const auto dtype = static_cast<DType>(p.dtype);
   if (static_cast<DeviceType>(p.device.type) != DeviceType::kCuda)
     return unsupported("it needs a CUDA device");
-  if (static_cast<Pass>(p.pass) == Pass::kBackward)
-    return unsupported("its backward is not built yet");
   if (dtype != DType::kFloat16 && dtype != DType::kBFloat16)
     return unsupported("it takes float16 and bfloat16 only");
   if (p.softcap > 0) return unsupported("softcap is not built yet");
@@ -71,12 +69,14 @@ inline Status cuda_status(cudaError_t error, const char* where) {
                      cudaGetErrorString(error));
 }
 
-// Makes the tensors' device the current one, and the one before it again at the end.
+// Makes the tensors' device the current one, and the one before it again at the end. Set also when
+// it is current: a thread that never used CUDA (autograd's) has no context yet, which the encoder
+// of tensor maps needs.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int ordinal) : ordinal_(ordinal) {
     cudaGetDevice(&before_);
-    if (before_ != ordinal_) cudaSetDevice(ordinal_);
+    cudaSetDevice(ordinal_);
   }
   ~DeviceGuard() {
     if (before_ != ordinal_) cudaSetDevice(before_);

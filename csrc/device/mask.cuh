@@ -11,9 +11,9 @@ namespace flash_ext::device {
 // Scores of keys that a query does not see become -inf. row: the query of this lane's first row
 // (the other is row + 8); n_begin: the key of the tile's first column. Bit by bit: a register of
 // bits fills seven predicates at once, where two comparisons an element took most of a masked
-// block's time.
-template <int kCount>
-__device__ __forceinline__ void apply_mask(float (&s)[kCount], const Visible& visible, int row,
+// block's time. Of S^T, rows are keys and visible says which queries see a key.
+template <int kCount, typename Range>
+__device__ __forceinline__ void apply_mask(float (&s)[kCount], const Range& visible, int row,
                                            int n_begin) {
   constexpr int kWordCount = 64;  // registers of both rows whose columns fill a word: 128 columns
   const int column = n_begin + 2 * (threadIdx.x % 4);

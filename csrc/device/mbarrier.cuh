@@ -68,6 +68,23 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Turns between CTAs, counted in global memory. Each fences what it orders: additions by bulk
+// copies (complete, in the thread that calls).
+__device__ __forceinline__ void wait_for_turn(const uint32_t* counter, uint32_t turn) {
+  jitter();
+  uint32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now < turn);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void pass_turn(uint32_t* counter) {
+  jitter();
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 template <uint32_t kCount>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));

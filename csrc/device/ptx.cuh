@@ -15,6 +15,13 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Keeps the compiler from computing what follows from x once and for all: descriptors that no loop
+// changes would fill the registers.
+__device__ __forceinline__ uint32_t afresh(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Copies 16 bytes from global to shared memory, or writes 16 zeros when keep is false: memory that
 // belongs to somebody else is then not read at all.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool keep) {
@@ -58,6 +65,26 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4
                : "memory");
 }
 
+// Each matrix transposed: lane i gives the address of column i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t smem, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_x2_trans(uint32_t smem, uint32_t r0, uint32_t r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(smem),
+               "r"(r0), "r"(r1)
+               : "memory");
+}
+
+// Adds four values to global memory, in L2. Hopper and later.
+__device__ __forceinline__ void red_add_floats(float* gmem, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 __device__ __forceinline__ void st_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
 }
@@ -90,6 +117,25 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4]) {
     const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? r[i] : r[i + 2], 2);
     (high ? r[i] : r[i + 2]) = got;
   }
+}
+
+__device__ __forceinline__ float ld_shared_float(uint32_t smem) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem));
+  return value;
+}
+
+__device__ __forceinline__ float2 ld_shared_floats(uint32_t smem) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(smem));
+  return value;
+}
+
+__device__ __forceinline__ void st_shared_floats(uint32_t smem, float a, float b, float c,
+                                                 float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
 }
 
 // 2^x, two ulp, denormal results become 0; 2^-inf = 0.

@@ -11,6 +11,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/problem.h"
@@ -65,6 +66,15 @@ inline bool place_batches(const Strides& stride, int64_t rows, int heads, int ba
     return false;
   }
   return true;
+}
+
+// Whether a map can describe the tensor. rows: of one batch when padded, else all.
+inline bool can_map(const Strides& stride, int64_t rows, int heads, int batch) {
+  TensorMap map{};
+  if ((rows > 1 && stride.row == 0) || (heads > 1 && stride.head == 0)) return false;
+  if (!place_batches(stride, rows, heads, batch, &map)) return false;
+  const int64_t last = std::max(0, batch - 1);
+  return rows + last * map.batch_rows < INT32_MAX && heads + last * map.batch_heads < INT32_MAX;
 }
 
 // A box is box_rows rows of 64 columns, 128-byte swizzled. rows: of one batch when padded, else

@@ -8,6 +8,10 @@
 
 namespace flash_ext::device {
 
+// L2 policies, as createpolicy makes them: Q is read once, K and V by every block of queries.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
 struct TmaCoordinates {
   int row, end, head;
 };
@@ -45,20 +49,48 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t smem,
       : "memory");
 }
 
+// Contiguous bytes, global to shared; a multiple of 16, which arrive at the mbarrier.
+__device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
+      "l"(gmem), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Contiguous bytes, shared to global.
+__device__ __forceinline__ void bulk_store(void* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(smem),
+               "r"(bytes)
+               : "memory");
+}
+
+// Adds float32 values in shared memory to contiguous ones in global memory, in L2.
+__device__ __forceinline__ void bulk_add(float* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
+      "%3;" ::"l"(gmem),
+      "r"(smem), "r"(bytes), "l"(kEvictLast)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
 
-// Waits until the stores of this thread have read their shared memory.
+// Waits until all but kPending of this thread's committed stores have read their shared memory.
+template <int kPending = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until the stores and additions of this thread are complete.
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Orders this thread's shared-memory writes before later reads by TMA or WGMMA.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-
-// L2 policies, as createpolicy makes them: Q is read once, K and V by every block of queries.
-constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 }  // namespace flash_ext::device

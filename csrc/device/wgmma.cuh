@@ -61,8 +61,9 @@ __device__ __forceinline__ void wgmma_own(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// The atoms of one element type and width: A and B from shared memory, both K-major (Q K^T); and A
-// from registers with B MN-major (P V).
+// The atoms of one element type and width: A and B from shared memory, both K-major (Q K^T) both
+// MN-major (dS K from dS^T and K), or A MN-major (dO^T P from dO and P^T); and A from registers
+// with B MN-major (P V).
 template <typename Element, int kN>
 struct WgmmaAtoms;
 
@@ -70,13 +71,19 @@ struct WgmmaAtoms;
   template <>                                                                                \
   struct WgmmaAtoms<__half, N> {                                                             \
     using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::K, Major::K>;       \
+    using SharedMn = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::MN, Major::MN>;   \
+    using SharedMnK = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<Major::MN, Major::K>;   \
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, Major::MN>;   \
   };                                                                                         \
   template <>                                                                                \
   struct WgmmaAtoms<__nv_bfloat16, N> {                                                      \
     using Shared = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::K, Major::K>;     \
+    using SharedMn = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::MN, Major::MN>; \
+    using SharedMnK = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<Major::MN, Major::K>; \
     using Registers = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, Major::MN>; \
   };
+FLASH_EXT_WGMMA_ATOMS(32)
+FLASH_EXT_WGMMA_ATOMS(40)
 FLASH_EXT_WGMMA_ATOMS(64)
 FLASH_EXT_WGMMA_ATOMS(80)
 FLASH_EXT_WGMMA_ATOMS(96)
@@ -109,6 +116,21 @@ __device__ __forceinline__ void wgmma_shared(float (&c)[kCount], uint64_t a, uin
   detail::shared_mma<typename WgmmaAtoms<Element, 2 * kCount>::Shared>(
       c, a, b, accumulate ? detail::ScaleOut::One : detail::ScaleOut::Zero,
       std::make_index_sequence<kCount>{});
+}
+
+template <typename Element, int kCount>
+__device__ __forceinline__ void wgmma_shared_mn(float (&c)[kCount], uint64_t a, uint64_t b,
+                                                bool accumulate) {
+  detail::shared_mma<typename WgmmaAtoms<Element, 2 * kCount>::SharedMn>(
+      c, a, b, accumulate ? detail::ScaleOut::One : detail::ScaleOut::Zero,
+      std::make_index_sequence<kCount>{});
+}
+
+// c += a b
+template <typename Element, int kCount>
+__device__ __forceinline__ void wgmma_shared_mn_k(float (&c)[kCount], uint64_t a, uint64_t b) {
+  detail::shared_mma<typename WgmmaAtoms<Element, 2 * kCount>::SharedMnK>(
+      c, a, b, detail::ScaleOut::One, std::make_index_sequence<kCount>{});
 }
 
 template <typename Element, int kCount>

@@ -65,6 +65,8 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
+  if (static_cast<Pass>(p.pass) == Pass::kBackward)
+    return unsupported("its backward is not built yet");
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
