@@ -121,7 +121,7 @@ class Plan:
             code = cuda_archs.gencode(name, archs)
             # What the backend looks its cards up in: "nvcc 13.0.88, sm_80 sm_90 compute_90".
             told = f"nvcc {self.nvcc_version}, " + " ".join(re.findall(r",code=(\w+)", code))
-            objects = self.compile(name, "nvcc", [ROOT / f"csrc/{name}/backend.cpp"], archs=told)
+            objects = self.compile(name, "nvcc", sorted(ROOT.glob(f"csrc/{name}/*.cpp")), archs=told)
             objects += self.compile(name, "nvcc", self.instances(name), code)
             # nvcc's link would add an empty image of its default architecture if it did not know these.
             libraries[f"flash_ext.lib.{name}"] = Library("link_nvcc", objects, f"{NO_UNDEFINED} {code}")

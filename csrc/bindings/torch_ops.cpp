@@ -197,6 +197,7 @@ struct Backward {
   OpOptions op_options;
   std::string version;
   std::optional<Tensor> d_sink;
+  bool copied = false;  // q, k and v, for a backend that cannot take their strides
 
   void run_backend();
   void run_padded();
@@ -242,6 +243,16 @@ void Backward::run_backend() {
     op_options.plain.softmax_scale = problem.softmax_scale;  // of the caller's head_dim
     return run_padded();
   }
+  if (inputs.q.has_data) {
+    problem.device = device_of(inputs.q);
+    if (!copied && !can_run(problem, version)) {
+      // A copy may be what it takes: a tensor map cannot step through every stride.
+      copied = true;
+      q = torch::stable::contiguous(q), k = torch::stable::contiguous(k);
+      v = torch::stable::contiguous(v);
+      return run_backend();
+    }
+  }
   if (!dq) {
     dq = empty_beside(q, inputs.q.sizes, inputs.q.ndim, std::nullopt);
     dk = empty_beside(k, inputs.k.sizes, inputs.k.ndim, std::nullopt);
@@ -250,7 +261,6 @@ void Backward::run_backend() {
   const int64_t sinks = problem.has_sinks ? problem.nheads : 0;
   d_sink = empty_beside(q, &sinks, 1, accumulator_type(q));
   if (!inputs.q.has_data) return;
-  problem.device = device_of(inputs.q);
   BwdTensors tensors{};
   fill_pointers(inputs, options, tensors);
   tensors.dout = saved.dout.data, tensors.d_lse = saved.d_lse.data;

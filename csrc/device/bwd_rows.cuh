@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kRowThreads)
       Element* dq = static_cast<Element*>(params.dq) + row_offset(params.dq_stride, tile, row);
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        uint32_t(&w)[4] = words[half][part];
+        uint32_t (&w)[4] = words[half][part];
         transpose_quad(w);
         const int column = slab * 64 + (4 * part + lane % 4) * 8;
         if (row >= tile.rows || column >= params.head_dim) continue;

@@ -77,10 +77,9 @@ __device__ __forceinline__ void bulk_add(float* gmem, uint32_t smem, uint32_t by
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
 
-// Waits until all but kPending of this thread's committed stores have read their shared memory.
-template <int kPending = 0>
+// Waits until the stores of this thread have read their shared memory.
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Waits until the stores and additions of this thread are complete.

@@ -3,6 +3,7 @@
 
 #include "device/host.h"
 #include "device/tensor_map.h"
+#include "fa3/backward.h"
 #include "fa3/launch.h"
 
 namespace flash_ext::fa3 {
@@ -13,11 +14,6 @@ using namespace device;
 constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 
 // ---- instances --------------------------------------------------------------------------------
-
-template <typename Element>
-constexpr DType kDType = DType::kFloat16;
-template <>
-constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
 
 struct Instance {
   DType dtype;
@@ -30,19 +26,22 @@ struct Instance {
   }
 };
 
-#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, q_stages) \
-  {kDType<element>,                                                                         \
-   head_dim,                                                                                \
-   head_dim_v,                                                                              \
-   block_m,                                                                                 \
-   block_n,                                                                                 \
-   stages,                                                                                  \
-   q_stages,                                                                                \
-   &launch_##header<element, head_dim, head_dim_v, block_m, block_n, stages, q_stages>},
+#define INSTANCE_bwd(...)
+#define INSTANCE_bwd_wide(...)
+#define INSTANCE_fwd(element, head_dim, head_dim_v, block_m, block_n, stages, q_stages) \
+  {                                                                                     \
+      kDType<element>,                                                                  \
+      head_dim,                                                                         \
+      head_dim_v,                                                                       \
+      block_m,                                                                          \
+      block_n,                                                                          \
+      stages,                                                                           \
+      q_stages,                                                                         \
+      &launch_fwd<element, head_dim, head_dim_v, block_m, block_n, stages, q_stages>},
+#define INSTANCE(pass, ...) INSTANCE_##pass(__VA_ARGS__)
 constexpr Instance kInstances[] = {
 #include "fa3/instances.inc"
 };
-#undef INSTANCE
 
 // The instance of the smallest bucket that holds both head dimensions; null when there is none.
 const Instance* find_instance(const Problem& p) {
@@ -57,15 +56,6 @@ const Instance* find_instance(const Problem& p) {
 }
 
 // ---- what it can run --------------------------------------------------------------------------
-
-// Whether a tensor map can describe the tensor. rows: of one batch when padded, else all.
-bool can_map(const Strides& stride, int64_t rows, int heads, int batch) {
-  TensorMap map{};
-  if ((rows > 1 && stride.row == 0) || (heads > 1 && stride.head == 0)) return false;
-  if (!place_batches(stride, rows, heads, batch, &map)) return false;
-  const int64_t last = std::max(0, batch - 1);
-  return rows + last * map.batch_rows < INT32_MAX && heads + last * map.batch_heads < INT32_MAX;
-}
 
 Status maps_why_not(const Problem& p) {
   const int64_t rows_q = p.packed_q || !p.batch ? p.total_q : p.total_q / p.batch;
@@ -91,6 +81,7 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
   const Status mapped = maps_why_not(p);
   if (!mapped.ok()) return mapped;
   const Instance* instance = find_instance(p);
@@ -116,8 +107,9 @@ bool are_unequal(const Problem& p, int block_m) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
-  const Instance& instance = *find_instance(*problem);
   *plan = Plan{};
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) return plan_backward(*problem, plan);
+  const Instance& instance = *find_instance(*problem);
   plan->tile_m = instance.block_m;
   plan->tile_n = instance.block_n;
   const int64_t tiles = make_scheduler(*problem, instance.block_m).num_tiles;
@@ -182,7 +174,10 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
   return cuda_status(instance.launch(params, planned.grid, stream), "the forward kernel");
 }
 
-Status bwd(const Problem* problem, const BwdTensors*, const Call*) { return why_not(problem); }
+Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
+  const Status reason = why_not(problem);
+  return reason.ok() ? run_backward(*problem, *tensors, *call) : reason;
+}
 
 }  // namespace
 }  // namespace flash_ext::fa3

@@ -5,13 +5,25 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "fa3/bwd_params.h"
 #include "fa3/fwd_params.h"
 
 namespace flash_ext::fa3 {
+
+template <typename Element>
+constexpr DType kDType = DType::kFloat16;
+template <>
+inline constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
 
 // Returns cudaGetLastError's answer; the device is the current one.
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
           int kQStages>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
+
+// All kernels of the backward; grid is the main kernel's.
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+cudaError_t launch_bwd(const BwdParams& params, int64_t grid, cudaStream_t stream);
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+cudaError_t launch_bwd_wide(const BwdParams& params, int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa3

@@ -1,0 +1,226 @@
+// The backward of fa3: which instance runs a problem, its workspace and tensor maps, and the call.
+#include "fa3/backward.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "device/host.h"
+#include "fa3/launch.h"
+
+namespace flash_ext::fa3 {
+namespace {
+
+using namespace device;
+
+// ---- instances --------------------------------------------------------------------------------
+
+struct Instance {
+  DType dtype;
+  int head_dim, head_dim_v, block_m, block_n, smem_bytes;
+  bool is_wide;  // consumers own columns, not keys, and add dQ themselves
+  cudaError_t (*launch)(const BwdParams&, int64_t grid, cudaStream_t);
+};
+
+#define INSTANCE_fwd(...)
+#define INSTANCE_bwd(element, head_dim, head_dim_v, block_m, block_n)       \
+  {kDType<element>, head_dim,                                               \
+   head_dim_v,      block_m,                                                \
+   block_n,         bwd_smem_bytes(head_dim, head_dim_v, block_m, block_n), \
+   false,           &launch_bwd<element, head_dim, head_dim_v, block_m, block_n>},
+#define INSTANCE_bwd_wide(element, head_dim, head_dim_v, block_m, block_n) \
+  {kDType<element>,                                                        \
+   head_dim,                                                               \
+   head_dim_v,                                                             \
+   block_m,                                                                \
+   block_n,                                                                \
+   bwd_wide_smem_bytes(head_dim, head_dim_v, block_m, block_n),            \
+   true,                                                                   \
+   &launch_bwd_wide<element, head_dim, head_dim_v, block_m, block_n>},
+#define INSTANCE(pass, ...) INSTANCE_##pass(__VA_ARGS__)
+constexpr Instance kInstances[] = {
+#include "fa3/instances.inc"
+};
+
+// An instance of the smallest bucket that holds both head dimensions; null when there is none.
+// p.tile = 1, 2, ... forces one of the bucket's tiles.
+const Instance* find_instance(const Problem& p) {
+  const Instance* bucket = nullptr;
+  int tile = 0;
+  for (const Instance& instance : kInstances) {
+    if (instance.dtype != static_cast<DType>(p.dtype)) continue;
+    if (instance.head_dim < p.head_dim || instance.head_dim_v < p.head_dim_v) continue;
+    if (!bucket) bucket = &instance;
+    if (instance.head_dim != bucket->head_dim || instance.head_dim_v != bucket->head_dim_v)
+      continue;
+    if (++tile == std::max(1, p.tile)) return &instance;
+  }
+  return nullptr;
+}
+
+// ---- tensors ----------------------------------------------------------------------------------
+
+// Of a padded or packed tensor.
+struct Extent {
+  int64_t rows;  // of a batch, or all when packed
+  int heads, batch;
+};
+
+Extent queries(const Problem& p) {
+  const int64_t rows = p.packed_q ? p.total_q : padded_length(false, p.total_q, p.batch);
+  return {rows, p.nheads, p.packed_q ? 1 : p.batch};
+}
+Extent keys(const Problem& p) {
+  const int64_t rows = p.packed_k ? p.total_k : padded_length(false, p.total_k, p.batch);
+  return {rows, p.nheads_k, p.packed_k ? 1 : p.batch};
+}
+
+bool mappable(const Strides& stride, const Extent& of) {
+  return can_map(stride, of.rows, of.heads, of.batch);
+}
+
+bool is_aligned(const Strides& stride, const Extent& of) {
+  return (of.batch <= 1 || stride.batch % 8 == 0) && (of.rows <= 1 || stride.row % 8 == 0) &&
+         (of.heads <= 1 || stride.head % 8 == 0);
+}
+
+// Blocks of keys. The first have the most queries where the mask is causal, and with
+// `deterministic` they add to dQ in this order.
+TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
+  TileScheduler scheduler{};
+  const int64_t slots = p.packed_k ? packed_slots(p.total_k, p.batch, instance.block_n)
+                                   : (keys(p).rows + instance.block_n - 1) / instance.block_n;
+  scheduler.m_slots = static_cast<int>(slots);
+  scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
+  scheduler.lanes_per_group = 1;
+  if (p.window_right >= 0 && scheduler.lanes > 0) {
+    // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2.
+    constexpr int64_t kL2Bytes = 32 << 20;
+    const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / scheduler.lanes;
+    scheduler.lanes_per_group = static_cast<int>(
+        std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(1, bytes), 1, scheduler.lanes));
+  }
+  scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
+  return scheduler;
+}
+
+// Everything but the tensor maps; returns the bytes of workspace.
+uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& instance,
+                     void* workspace, BwdParams* params) {
+  WorkspaceParts parts(workspace);
+  const int64_t q_tiles = make_scheduler(p, instance.block_m).num_tiles;
+  fill_bwd_rows(p, t, instance.block_m, instance.head_dim,
+                1 + (instance.is_wide && !p.deterministic ? 0 : q_tiles),
+                !mappable(p.dout, queries(p)), parts, params->rows);
+  params->next_tile = params->rows.counters;
+  // Keys in rows store what a first block adds; keys in columns add to sums that prepare cleared.
+  params->turns = instance.is_wide && !p.deterministic ? nullptr : params->rows.counters + 1;
+  params->rows.turns = instance.is_wide ? nullptr : params->turns;
+  params->deterministic = p.deterministic;
+  params->keys = {{t.cu_seqlens_k, p.batch, p.total_k},
+                  t.seqused_k,
+                  padded_length(p.packed_k, p.total_k, p.batch),
+                  p.nheads_k};
+  params->scheduler = make_key_scheduler(p, instance);
+  params->heads_per_kv = p.nheads_k ? p.nheads / p.nheads_k : 1;
+  params->top_left = p.top_left;
+  params->window_left = clamp_window(p.window_left);
+  params->window_right = clamp_window(p.window_right);
+  params->softmax_scale = static_cast<float>(p.softmax_scale);
+  params->softmax_scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
+  return parts.bytes();
+}
+
+Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance,
+                 BwdParams* params) {
+  if (!tensor_map_encoder())
+    return make_status(Code::kCudaError,
+                       "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
+  const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
+  const void* copy = params->rows.dout_copy;
+  const int store_rows = instance.is_wide ? instance.block_n : 64;  // a warp group writes its own
+  const struct {
+    TensorMap* map;
+    const void* data;
+    Strides stride;
+    Extent of;
+    int columns, box_rows;
+  } maps[] = {
+      {&params->q, t.q, p.q, queries(p), p.head_dim, instance.block_m},
+      {&params->dout, copy ? copy : t.dout, copy ? params->rows.copy_stride : p.dout, queries(p),
+       p.head_dim_v, instance.block_m},
+      {&params->k, t.k, p.k, keys(p), p.head_dim, instance.block_n},
+      {&params->v, t.v, p.v, keys(p), p.head_dim_v, instance.block_n},
+      {&params->dk, t.dk, p.dk, keys(p), p.head_dim, store_rows},
+      {&params->dv, t.dv, p.dv, keys(p), p.head_dim_v, store_rows},
+  };
+  for (const auto& m : maps) {
+    if (m.of.rows * m.of.heads * m.of.batch == 0) continue;  // nobody loads it
+    const CUresult error = make_tensor_map(m.map, bf16, m.data, m.stride, m.of.rows, m.columns,
+                                           m.of.heads, m.of.batch, m.box_rows);
+    if (error != CUDA_SUCCESS)
+      return make_status(Code::kCudaError, "cuTensorMapEncodeTiled: error %d",
+                         static_cast<int>(error));
+  }
+  return ok_status();
+}
+
+}  // namespace
+
+Status backward_why_not(const Problem& p) {
+  const Instance* instance = find_instance(p);
+  if (!instance) {
+    return make_status(Code::kUnsupported,
+                       "its backward has no kernel for head_dim %d with head_dim_v %d yet "
+                       "(up to 256)",
+                       p.head_dim, p.head_dim_v);
+  }
+  if (!mappable(p.q, queries(p)) || !mappable(p.k, keys(p)) || !mappable(p.v, keys(p))) {
+    return unsupported(
+        "no tensor map steps through q, k or v: a stride of 0, or a batch stride that is no "
+        "multiple of the row or head stride");
+  }
+  if (!mappable(p.dk, keys(p)) || !mappable(p.dv, keys(p)) || !is_aligned(p.dq, queries(p)) ||
+      !is_aligned(p.dk, keys(p)) || !is_aligned(p.dv, keys(p))) {
+    return unsupported(
+        "strides of dq, dk and dv must be multiples of 16 bytes, and a tensor map "
+        "must step through dk and dv");
+  }
+  const int64_t tiles = std::max(make_scheduler(p, instance->block_m).num_tiles,
+                                 make_key_scheduler(p, *instance).num_tiles);
+  return instance_why_not(p, instance->smem_bytes, tiles);
+}
+
+Status plan_backward(const Problem& p, Plan* plan) {
+  const Instance& instance = *find_instance(p);
+  BwdParams params{};
+  plan->workspace_bytes = fill_params(p, BwdTensors{}, instance, nullptr, &params);
+  plan->tile_m = instance.block_m;
+  plan->tile_n = instance.block_n;
+  plan->grid = std::min<int64_t>(params.scheduler.num_tiles, p.device.sm_count);
+  if (p.max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, p.max_ctas);
+  plan->smem = instance.smem_bytes;
+  plan->stages = 2;
+  plan->launches = 1 + (plan->grid > 0) + (params.rows.tiles.num_tiles > 0) + (p.has_sinks != 0);
+  snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
+           instance.head_dim, p.head_dim, p.head_dim_v);
+  return ok_status();
+}
+
+Status run_backward(const Problem& p, const BwdTensors& t, const Call& call) {
+  Plan planned{};
+  plan_backward(p, &planned);
+  for (const void* gradient : {t.dq, t.dk, t.dv}) {
+    if (reinterpret_cast<uintptr_t>(gradient) % 16)
+      return make_status(Code::kInvalid, "dq, dk and dv must be 16-byte aligned");
+  }
+  const Instance& instance = *find_instance(p);
+  const DeviceGuard guard(p.device.ordinal);
+  BwdParams params{};
+  fill_params(p, t, instance, call.workspace, &params);
+  const Status mapped = make_maps(p, t, instance, &params);
+  if (!mapped.ok()) return mapped;
+  return cuda_status(instance.launch(params, planned.grid, static_cast<cudaStream_t>(call.stream)),
+                     "the backward kernels");
+}
+
+}  // namespace flash_ext::fa3

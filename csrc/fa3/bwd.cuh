@@ -1,0 +1,300 @@
+// FlashAttention-3 backward: TMA and WGMMA, warp-specialised. See README.md for the schedule,
+// drawn.
+//
+// A CTA owns a block of keys of one head of k and walks over the queries that see them, of every
+// head of its group. Two consumer warp groups own 64 keys each and hold dK and dV in registers.
+// They compute S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as A operands: dV +=
+// P^T dO and dK += dS^T Q read them from registers. dS^T also goes to shared memory, where dQ = dS
+// K takes it from; threads of the producer's group add dQ to its float32 sums by bulk copies.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
+#include "fa3/bwd_producer.cuh"
+#include "fa3/launch.h"
+
+namespace flash_ext::fa3 {
+
+// ---- consumers: a warp group each -------------------------------------------------------------
+
+template <typename Traits>
+struct BwdConsumer {
+  using Element = typename Traits::Element;
+  static constexpr int kS = Traits::kBlockM / 2;  // accumulator registers of S^T and dP^T
+  static constexpr int kDk = Traits::kHeadDim / 2, kDv = Traits::kHeadDimV / 2;
+  static constexpr int kDq = Traits::kDqColumns / 2;
+  static constexpr int kSlabM = Traits::kBlockM * kSlabRowBytes,
+                       kSlabN = Traits::kBlockN * kSlabRowBytes;
+  static constexpr int kBothBarrier = 1, kOwnBarrier = 2;  // named; kOwnBarrier + group
+
+  const BwdParams& params;
+  const BwdSmem<Traits>& smem;
+  BwdBarriers<Traits>& barriers;
+  const int group;                 // 0, 1
+  uint32_t blocks = 0, tiles = 0;  // of queries, of keys that were loaded: where the rings stand
+
+  __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
+
+  // One arrival a warp: the MMAs of a warp group complete warp by warp.
+  static __device__ __forceinline__ void release(uint64_t& barrier) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
+  }
+
+  // c = A B^T of this warp group's 64 rows of a (K, V) and the kBlockM rows of b (Q, dO).
+  template <int kColumns>
+  __device__ __forceinline__ void issue_scores(float (&c)[kS], uint32_t a, uint32_t b) const {
+    const uint64_t a_first = descriptor_k_major(afresh(a + group * 64 * kSlabRowBytes)),
+                   b_first = descriptor_k_major(afresh(b));
+    wgmma_own(c);
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kColumns / 16; ++d) {
+      const int slab = d / 4, inside = d % 4 * 32;
+      wgmma_shared<Element>(c, advance(a_first, slab * kSlabN + inside),
+                            advance(b_first, slab * kSlabM + inside), d > 0);
+    }
+    wgmma_commit();
+  }
+
+  // c += A B: A (64 keys, kBlockM queries) in registers, the rows of b (Q, dO) are queries.
+  template <int kCount>
+  __device__ __forceinline__ void issue_gradient(float (&c)[kCount], const uint32_t (&a)[kS / 8][4],
+                                                 uint32_t b) const {
+    const uint64_t first = descriptor_mn_major(afresh(b), kSlabM);
+    wgmma_own(c);
+    wgmma_fence();
+#pragma unroll
+    for (int m = 0; m < Traits::kBlockM / 16; ++m) {
+      wgmma_registers<Element>(c, a[m], advance(first, m * 16 * kSlabRowBytes), true);
+    }
+    wgmma_commit();
+  }
+
+  // This warp group's half of dQ = dS K, over the keys of both.
+  __device__ __forceinline__ void issue_dq(float (&c)[kDq]) const {
+    const uint32_t ds =
+        smem.ds + stage() * Traits::kDsBytes + (Traits::kSplitRows ? group * kSlabN : 0);
+    const uint32_t k = smem.k + (Traits::kSplitRows ? 0 : group * (kDq / 32) * kSlabN);
+    const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
+                   b_first = descriptor_mn_major(afresh(k), kSlabN);
+    wgmma_own(c);
+    wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < Traits::kBlockN / 16; ++n) {
+      const int keys = n * 16 * kSlabRowBytes;
+      wgmma_shared_mn<Element>(c, advance(a_first, keys), advance(b_first, keys), n > 0);
+    }
+    wgmma_commit();
+  }
+
+  static __device__ __forceinline__ void round(uint32_t (&to)[kS / 8][4], const float (&from)[kS]) {
+#pragma unroll
+    for (int m = 0; m < kS / 8; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        to[m][i] = pack<Element>(from[8 * m + 2 * i], from[8 * m + 2 * i + 1]);
+      }
+    }
+  }
+
+  // A 64-row tile of this warp group, rounded, to its rows of a tile of kSlabN-byte slabs.
+  template <int kCount>
+  __device__ __forceinline__ void write_tile(uint32_t tile, const uint32_t (&r)[kCount][4]) const {
+    const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+    const uint32_t mine = tile + (group * 64 + warp * 16 + lane % 16) * kSlabRowBytes;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+      const int chunk = c % 4 * 2 + lane / 16;
+      stmatrix_x4(mine + c / 4 * kSlabN + ((chunk ^ (lane % 8)) << 4), r[c]);
+    }
+  }
+
+  __device__ __forceinline__ void run();
+  __device__ __forceinline__ void differentiate(const BwdWork& work, float (&dk)[kDk],
+                                                float (&dv)[kDv]);
+  __device__ __forceinline__ void step(const BwdWork& work, int m, float (&dk)[kDk],
+                                       float (&dv)[kDv]);
+  __device__ __forceinline__ void write_dq(const float (&dq)[kDq]);
+  template <int kCount>
+  __device__ __forceinline__ void write_gradient(const BwdWork& work, const TensorMap& map,
+                                                 uint32_t tile, float (&c)[kCount], float scale);
+};
+
+// One block of queries.
+template <typename Traits>
+__device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m,
+                                                          float (&dk)[kDk], float (&dv)[kDv]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const uint32_t my_columns = stage() * Traits::kRowBytes + lane % 4 * 8;
+  const uint32_t q = smem.q + stage() * Traits::kQBytes,
+                 dout = smem.dout + stage() * Traits::kDoBytes;
+  float s[kS], dp[kS];
+  uint32_t p_rounded[kS / 8][4], ds_rounded[kS / 8][4];
+
+  mbarrier_wait(smem_address(&barriers.q_full[stage()]), phase());  // Q and lse are there
+  issue_scores<Traits::kHeadDim>(s, smem.k, q);
+  mbarrier_wait(smem_address(&barriers.do_full[stage()]), phase());  // dO and delta too
+  issue_scores<Traits::kHeadDimV>(dp, smem.v, dout);
+  wgmma_wait<0>();  // S^T and dP^T
+  wgmma_own(s);
+  wgmma_own(dp);
+  if (m < work.range.full_min || m >= work.range.full_max) {
+    const int key = work.keys.block * Traits::kBlockN + group * 64 + warp * 16 + lane / 4;
+    apply_mask(s, work.seen_by, key, m * Traits::kBlockM);
+  }
+#pragma unroll
+  for (int j = 0; j < kS / 4; ++j) {
+    const float2 lse = ld_shared_floats(smem.lse + my_columns + j * 32);
+    const float2 delta = ld_shared_floats(smem.delta + my_columns + j * 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& p = s[4 * j + i];
+      p = exp2_approx(p * params.softmax_scale_log2 - (i % 2 ? lse.y : lse.x));
+      dp[4 * j + i] = p * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+    }
+  }
+  round(p_rounded, s);
+  round(ds_rounded, dp);
+  // The other stage of dS may still be read: by dQ of the block before.
+  write_tile(smem.ds + stage() * Traits::kDsBytes, ds_rounded);
+  async_proxy_fence();
+
+  issue_gradient(dv, p_rounded, dout);
+  named_barrier_sync(kBothBarrier, 256);  // both halves of dS are written
+  float dq[kDq];
+  issue_dq(dq);
+  issue_gradient(dk, ds_rounded, q);
+  wgmma_wait<1>();  // dV and dQ
+  wgmma_own(dq);
+  wgmma_own(dv);
+  release(barriers.do_empty[stage()]);
+  write_dq(dq);
+  wgmma_wait<0>();  // dK
+  wgmma_own(dk);
+  release(barriers.q_empty[stage()]);
+  ++blocks;
+}
+
+// Hands this warp group's half of dQ to the thread that adds it.
+template <typename Traits>
+__device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[kDq]) {
+  const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
+  const uint32_t dq_stage = blocks % Traits::kDqStages;
+  // What was there has been added.
+  mbarrier_wait(smem_address(&barriers.dq_empty[dq_stage]), blocks / Traits::kDqStages % 2 ^ 1);
+  const uint32_t tile = smem.dq + dq_stage * Traits::kDqBytes;
+#pragma unroll
+  for (int j = 0; j < kDq / 4; ++j) {
+    const int slab = j / 8 + (Traits::kSplitRows ? 0 : group * (kDq / 32));
+    const int row_block = warp + (Traits::kSplitRows ? 4 * group : 0);
+    const int at = dq_index<Traits::kBlockM, true>(slab, row_block, j % 8, lane, 0);
+    st_shared_floats(tile + at * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
+  async_proxy_fence();
+  __syncwarp();
+  release(barriers.dq_full[dq_stage]);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork& work,
+                                                                   float (&dk)[kDk],
+                                                                   float (&dv)[kDv]) {
+  const int blocks_seen = work.range.max - work.range.min;
+  if (blocks_seen <= 0) return;
+  mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
+  mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
+  ++tiles;
+  int m = work.range.max - 1;
+  for (int left = blocks_seen * params.heads_per_kv; left > 0; --left) {
+    step(work, m, dk, dv);
+    m = m == work.range.min ? work.range.max - 1 : m - 1;
+  }
+}
+
+// dK or dV, scaled, through this warp group's rows of the tile that K or V lay in.
+template <typename Traits>
+template <int kCount>
+__device__ __forceinline__ void BwdConsumer<Traits>::write_gradient(
+    const BwdWork& work, const TensorMap& map, uint32_t tile, float (&c)[kCount], float scale) {
+  uint32_t rounded[kCount / 8][4];
+#pragma unroll
+  for (int d = 0; d < kCount / 8; ++d) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rounded[d][i] = pack<Element>(c[8 * d + 2 * i] * scale, c[8 * d + 2 * i + 1] * scale);
+    }
+  }
+  write_tile(tile, rounded);
+  async_proxy_fence();
+  named_barrier_sync(kOwnBarrier + group, 128);
+  const int row = work.keys.block * Traits::kBlockN + group * 64;
+  if (threadIdx.x % 128 || row >= work.keys.rows) return;
+  const auto at =
+      tma_at(map, work.keys.batch, work.keys.first_row, work.keys.rows, row, work.keys.head);
+  for (int slab = 0; slab < kCount / 32; ++slab) {
+    tma_store(map, tile + group * 64 * kSlabRowBytes + slab * kSlabN, at, slab * kSlabColumns);
+  }
+  tma_store_commit();
+}
+
+template <typename Traits>
+__device__ __forceinline__ void BwdConsumer<Traits>::run() {
+  for (uint32_t tile = 0;; ++tile) {
+    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    const BwdWork& work = barriers.works[tile % 2];
+    if (work.keys.head < 0) break;
+    if (has_rows<Traits>(work)) {
+      float dk[kDk] = {}, dv[kDv] = {};
+      differentiate(work, dk, dv);
+      named_barrier_sync(kBothBarrier, 256);  // nobody reads K any more
+      write_gradient(work, params.dv, smem.v, dv, 1.f);
+      write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
+      if (threadIdx.x % 128 == 0) {
+        tma_store_wait_read();
+        mbarrier_arrive(smem_address(&barriers.kv_empty));
+      }
+    }
+    __syncwarp();
+    release(barriers.tile_empty[tile % 2]);
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdParams params) {
+  extern __shared__ __align__(1024) char dynamic[];
+  auto& barriers = reinterpret_cast<BwdBarriers<Traits>&>(dynamic);
+  const BwdSmem<Traits> smem(smem_address(dynamic) + kBwdBarrierBytes);
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);  // 0: the producer's group
+  if (role == 0) {
+    give_registers<Traits::kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) load_tiles<Traits>(params, smem, barriers);
+    if (threadIdx.x % 32 == 0 && warp >= 1 && warp <= Traits::kDqStages) {
+      add_dq<Traits>(params, smem, barriers, warp - 1);
+    }
+  } else {
+    take_registers<Traits::kConsumerRegisters>();
+    BwdConsumer<Traits> consumer{params, smem, barriers, role - 1};
+    consumer.run();
+  }
+}
+
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+cudaError_t launch_bwd(const BwdParams& params, int64_t grid, cudaStream_t stream) {
+  using Traits = BwdTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>;
+  return launch_backward<Traits>(&bwd_kernel<Traits>, params, grid, stream);
+}
+
+}  // namespace flash_ext::fa3
+
+#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n)               \
+  template cudaError_t                                                                  \
+      flash_ext::fa3::launch_##header<element, head_dim, head_dim_v, block_m, block_n>( \
+          const BwdParams&, int64_t, cudaStream_t);

@@ -1,0 +1,45 @@
+// What the host tells the backward kernels: the Problem, made ready for the device. A kernel
+// parameter, tensor maps included, so that a captured graph holds it.
+#pragma once
+
+#include <cstdint>
+
+#include "device/bwd_rows.h"
+#include "device/tensor_map.h"
+
+namespace flash_ext::fa3 {
+
+// Shared memory starts with the barriers; swizzled tiles are aligned to 1024 bytes.
+constexpr int kBwdBarrierBytes = 1024;
+
+// Shared memory of an instance: K, V, and two stages of Q, dO, dS, dQ, lse and delta.
+constexpr int bwd_smem_bytes(int head_dim, int head_dim_v, int block_m, int block_n) {
+  const int both = 2 * (head_dim + head_dim_v);
+  return kBwdBarrierBytes + block_n * both +
+         2 * (block_m * both + block_m * block_n * 2 + block_m * head_dim * 4 + 2 * block_m * 4);
+}
+
+// The same for head dimensions above 128: no dQ, but P beside dS. A second dO where there is room.
+constexpr int bwd_wide_do_stages(int head_dim) { return head_dim == 256 ? 1 : 2; }
+constexpr int bwd_wide_smem_bytes(int head_dim, int head_dim_v, int block_m, int block_n) {
+  const int do_stages = bwd_wide_do_stages(head_dim);
+  return kBwdBarrierBytes + 2 * block_n * (head_dim + head_dim_v) +
+         2 * block_m * (2 * head_dim + do_stages * head_dim_v) + 2 * 2 * block_m * block_n * 2 +
+         (2 + do_stages) * block_m * 4;
+}
+
+struct BwdParams {
+  device::TensorMap q, dout;  // boxes of 64 columns and kBlockM rows
+  device::TensorMap k, v;     // kBlockN rows
+  device::TensorMap dk, dv;   // 64 rows: a warp group writes its own
+  device::BwdRowsParams rows;
+  device::Rows keys;
+  device::TileScheduler scheduler;  // of blocks of keys
+  uint32_t* next_tile;              // counter of tiles handed out
+  uint32_t* turns;  // (tiles of queries): blocks of keys that have added to dQ; or null
+  int heads_per_kv;
+  int deterministic, top_left, window_left, window_right;
+  float softmax_scale, softmax_scale_log2;
+};
+
+}  // namespace flash_ext::fa3

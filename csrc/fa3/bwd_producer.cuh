@@ -1,0 +1,217 @@
+// The producer's warp group of a backward: one thread loads, others add dQ.
+#pragma once
+
+#include "device/bwd_rows.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
+#include "fa3/bwd_traits.cuh"
+
+namespace flash_ext::fa3 {
+
+// Fills in work, which lies in shared memory: the one thread that does it has few registers.
+template <typename Traits>
+__device__ __forceinline__ void find_bwd_work(const BwdParams& params, int64_t tile,
+                                              BwdWork& work) {
+  work.keys = find_row_tile<Traits::kBlockN>(params.keys, params.scheduler, tile);
+  work.range = {};
+  const int sequence = work.keys.sequence;
+  if (sequence < 0) return;
+  const Rows& q = params.rows.q;
+  const int used_k = work.keys.used, used_q = used_of(q, sequence);
+  work.q_row = first_row_of(q, sequence);
+  work.batch_q = q.packed.cu_seqlens ? 0 : sequence;
+  work.used_q = used_q;
+  const int offset = params.top_left ? 0 : used_k - used_q;
+  // i sees j iff j - offset - right <= i <= j - offset + left: the rule of Visible, mirrored.
+  work.seen_by = {{used_q, -offset, params.window_right, params.window_left}, used_k};
+  const int n_begin = work.keys.block * Traits::kBlockN,
+            n_end = min(n_begin + Traits::kBlockN, used_k);
+  if (n_begin >= n_end) return;
+  work.range = block_range<Traits::kBlockM>(work.seen_by.queries, n_begin, n_end);
+  // Keys past the end need the mask at every block.
+  if (n_end - n_begin < Traits::kBlockN) work.range.full_max = work.range.full_min;
+}
+
+template <typename Traits>
+__device__ __forceinline__ bool has_rows(const BwdWork& work) {
+  return work.keys.block * Traits::kBlockN < work.keys.rows;
+}
+
+template <typename Traits>
+__device__ __forceinline__ int64_t first_q_slot(const BwdParams& params, const BwdWork& work,
+                                                int member) {
+  return first_slot_of<Traits::kBlockM>(params.rows.q, params.rows.tiles, work.keys.sequence,
+                                        work.keys.head * params.heads_per_kv + member);
+}
+
+template <typename Traits, typename Smem>
+__device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& smem,
+                                           BwdBarriers<Traits>& barriers) {
+  constexpr int kSlabM = Traits::kBlockM * kSlabRowBytes, kSlabN = Traits::kBlockN * kSlabRowBytes;
+  constexpr int kSlabs = Traits::kHeadDim / kSlabColumns,
+                kSlabsV = Traits::kHeadDimV / kSlabColumns;
+  uint32_t q_blocks = 0, do_blocks = 0, tiles_loaded = 0;  // where the rings stand
+  for (uint32_t taken = 0;; ++taken) {
+    const uint32_t tile = atomicAdd(params.next_tile, 1u);
+    mbarrier_wait(smem_address(&barriers.tile_empty[taken % 2]), taken / 2 % 2 ^ 1);
+    BwdWork& work = barriers.works[taken % 2];
+    work.keys.head = -1;
+    if (tile < params.scheduler.num_tiles) find_bwd_work<Traits>(params, tile, work);
+    mbarrier_arrive(smem_address(&barriers.tile_full[taken % 2]));
+    if (work.keys.head < 0) return;
+    if (!has_rows<Traits>(work)) continue;  // for the others too
+
+    auto load_q = [&](int member, int m) {
+      const uint32_t stage = q_blocks % Traits::kStages;
+      mbarrier_wait(smem_address(&barriers.q_empty[stage]), q_blocks / Traits::kStages % 2 ^ 1);
+      const uint32_t full = smem_address(&barriers.q_full[stage]);
+      mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
+      const auto at = tma_at(params.q, work.batch_q, work.q_row, work.used_q, m * Traits::kBlockM,
+                             work.keys.head * params.heads_per_kv + member);
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        tma_load(smem.q + stage * Traits::kQBytes + slab * kSlabM, params.q, full, at,
+                 slab * kSlabColumns, kEvictLast);
+      }
+      const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+      bulk_load(smem.lse + stage * Traits::kRowBytes, params.rows.lse_log2 + slot * Traits::kBlockM,
+                Traits::kRowBytes, full);
+      ++q_blocks;
+    };
+    auto load_dout = [&](int member, int m) {
+      const uint32_t stage = do_blocks % Traits::kDoStages;
+      mbarrier_wait(smem_address(&barriers.do_empty[stage]), do_blocks / Traits::kDoStages % 2 ^ 1);
+      const uint32_t full = smem_address(&barriers.do_full[stage]);
+      mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
+      const auto at = tma_at(params.dout, work.batch_q, work.q_row, work.used_q,
+                             m * Traits::kBlockM, work.keys.head * params.heads_per_kv + member);
+      for (int slab = 0; slab < kSlabsV; ++slab) {
+        tma_load(smem.dout + stage * Traits::kDoBytes + slab * kSlabM, params.dout, full, at,
+                 slab * kSlabColumns, kEvictLast);
+      }
+      const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+      bulk_load(smem.delta + stage * Traits::kRowBytes, params.rows.delta + slot * Traits::kBlockM,
+                Traits::kRowBytes, full);
+      ++do_blocks;
+    };
+
+    const BlockRange& range = work.range;
+    const bool seen = range.min < range.max;
+    if (seen) load_q(0, range.max - 1);
+    // dK and dV have left.
+    mbarrier_wait(smem_address(&barriers.kv_empty), tiles_loaded++ % 2 ^ 1);
+    if (!seen) continue;
+    const int batch_k = params.keys.packed.cu_seqlens ? 0 : work.keys.sequence;
+    const int n_begin = work.keys.block * Traits::kBlockN;
+    const uint32_t k_full = smem_address(&barriers.k_full), v_full = smem_address(&barriers.v_full);
+    mbarrier_arrive_expect(k_full, Traits::kKBytes);
+    const auto k_at =
+        tma_at(params.k, batch_k, work.keys.first_row, work.keys.used, n_begin, work.keys.head);
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      tma_load(smem.k + slab * kSlabN, params.k, k_full, k_at, slab * kSlabColumns, kEvictFirst);
+    }
+    mbarrier_arrive_expect(v_full, Traits::kVBytes);
+    const auto v_at =
+        tma_at(params.v, batch_k, work.keys.first_row, work.keys.used, n_begin, work.keys.head);
+    for (int slab = 0; slab < kSlabsV; ++slab) {
+      tma_load(smem.v + slab * kSlabN, params.v, v_full, v_at, slab * kSlabColumns, kEvictFirst);
+    }
+    for (int member = 0; member < params.heads_per_kv; ++member) {
+      for (int m = range.max - 1; m >= range.min; --m) {
+        if (member > 0 || m < range.max - 1) load_q(member, m);
+        load_dout(member, m);
+      }
+    }
+  }
+}
+
+// How many blocks of keys before this one a block of queries sees.
+template <typename Traits>
+__device__ __forceinline__ int blocks_before(const BwdWork& work, int m) {
+  const int m_end = min((m + 1) * Traits::kBlockM, work.used_q);
+  return work.keys.block -
+         block_range<Traits::kBlockN>(work.seen_by.visible(), m * Traits::kBlockM, m_end).min;
+}
+
+// Adds what the consumers leave in one stage of shared memory to the sums of dQ: a thread a stage,
+// so that an addition may take longer than a step. The first block of keys that sees a block of
+// queries stores, so nobody has to clear the sums; the others wait for it, or, when deterministic,
+// for all before them. CTAs take blocks of keys in this order too, so nobody waits for a block that
+// has not begun.
+template <typename Traits>
+__device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Traits>& smem,
+                                       BwdBarriers<Traits>& barriers, uint32_t stage) {
+  uint32_t blocks = 0;
+  for (uint32_t tile = 0;; ++tile) {
+    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    const BwdWork& work = barriers.works[tile % 2];
+    if (work.keys.head < 0) break;
+    const BlockRange range = has_rows<Traits>(work) ? work.range : BlockRange{};
+    for (int member = 0; member < (range.min < range.max ? params.heads_per_kv : 0); ++member) {
+      const int64_t first = first_q_slot<Traits>(params, work, member);
+      for (int m = range.max - 1; m >= range.min; --m, ++blocks) {
+        if (blocks % Traits::kDqStages != stage) continue;
+        float* sums = params.rows.dq_sum + (first + m) * (Traits::kDqBytes / 4);
+        const int before = params.turns ? blocks_before<Traits>(work, m) : 1;
+        if (params.turns && before > 0)
+          wait_for_turn(params.turns + first + m, params.deterministic ? before : 1);
+        mbarrier_wait(smem_address(&barriers.dq_full[stage]), blocks / Traits::kDqStages % 2);
+        const uint32_t dq = smem.dq + stage * Traits::kDqBytes;
+        before > 0 ? bulk_add(sums, dq, Traits::kDqBytes) : bulk_store(sums, dq, Traits::kDqBytes);
+        tma_store_commit();
+        tma_store_wait_read();
+        mbarrier_arrive(smem_address(&barriers.dq_empty[stage]));
+        if (before == 0 || params.deterministic) {
+          tma_store_wait();
+          pass_turn(params.turns + first + m);
+        }
+      }
+    }
+    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
+  }
+  tma_store_wait();  // before shared memory goes
+}
+
+// When the consumers add dQ themselves: tells them when it is their turn, and others when it is
+// over.
+template <typename Traits>
+__device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<Traits>& barriers) {
+  uint32_t blocks = 0;
+  for (uint32_t tile = 0;; ++tile) {
+    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    const BwdWork& work = barriers.works[tile % 2];
+    if (work.keys.head < 0) break;
+    if (params.turns && has_rows<Traits>(work)) {
+      for (int member = 0; member < params.heads_per_kv; ++member) {
+        for (int m = work.range.max - 1; m >= work.range.min; --m, ++blocks) {
+          uint32_t* turn = params.turns + first_q_slot<Traits>(params, work, member) + m;
+          wait_for_turn(turn, blocks_before<Traits>(work, m));
+          mbarrier_arrive(smem_address(&barriers.turn_come));
+          mbarrier_wait(smem_address(&barriers.turn_over), blocks % 2);
+          pass_turn(turn);
+        }
+      }
+    }
+    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
+  }
+}
+
+// ---- launch -----------------------------------------------------------------------------------
+
+// prepare, the main kernel, finish.
+template <typename Traits>
+cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, int64_t grid,
+                            cudaStream_t stream) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
+  if (error != cudaSuccess) return error;
+  error = launch_prepare<Traits>(params.rows, stream);
+  if (error != cudaSuccess) return error;
+  if (grid > 0) {
+    kernel<<<static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream>>>(params);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return launch_finish<Traits>(params.rows, stream);
+}
+
+}  // namespace flash_ext::fa3
