@@ -33,7 +33,9 @@ class Mutant(NamedTuple):
 
     @property
     def backend(self) -> str:
-        return self.file[:3] if self.file.startswith("fa") else "fa2"
+        if self.file.startswith("fa"):
+            return self.file[:3]
+        return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
 
 
 NEEDLE, MASK = "test_gpu_needle.py::test_every_key_is_found", "test_gpu_needle.py::test_edges_of_the_mask"
@@ -43,6 +45,12 @@ ISOLATION = "test_gpu_memory.py::test_a_sequence_never_depends_on_others"
 FAR = "test_gpu_memory.py::test_strides_beyond_2_31_elements"
 STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
 
+BWD_MASK = "test_gpu_needle.py::test_edges_of_the_mask_backward"
+BWD_GUARDS = "test_gpu_memory.py::test_guard_bands_backward"
+BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequences"
+SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
+
+BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
 FWD, VISIBLE, SOFTMAX, WORK = "fa2/fwd.cuh", "device/visible.cuh", "device/softmax.cuh", "device/mask.cuh"
 
 MUTANTS = [
@@ -70,6 +78,26 @@ MUTANTS = [
         ("used length ignored", RULE, WORK, "if (params.seqused_k) seqlen_k", "if (false) seqlen_k"),
         ("32-bit row offset", FAR, FWD, "row) * row_stride", "row) * int(row_stride)"),
         ("launched on the default stream", STREAM, FWD, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+        ("dS not waited for", RULE, BWD, "named_barrier_sync(kBothBarrier, 256);  // both", "//", True),
+        ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
+        (
+            "nobody waits for a turn",
+            SAME_BITS,
+            "device/mbarrier.cuh",
+            "while (now < turn)",
+            "while (false)",
+            True,
+        ),
+        ("turns in any order", SAME_BITS, PRODUCER, "params.deterministic ? before : 1", "1"),
+        ("first block of keys adds", BWD_GUARDS, PRODUCER, ": bulk_store(", ": bulk_add("),
+        ("mask not mirrored", BWD_MASK, PRODUCER, "params.window_right, params.window_left}", "0, 0}"),
+        ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
+        ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
+        ("dK not scaled", RULE, BWD, "smem.k, dk, params.softmax_scale)", "smem.k, dk, 1.f)"),
+        ("d_lse ignored", RULE, ROWS, "delta -= params.d_lse[lse_row + row]", "delta -= 0.f"),
+        ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),
+        ("dO of a spare row is read", BWD_ISOLATION, ROWS, "row < tile.used;", "row < tile.rows;"),
+        ("dQ of a spare row is not 0", BWD_GUARDS, ROWS, "row < used ? make", "row < tile.rows ? make"),
     ]
 ]
 CONTROL = Mutant("control", "", "", "", "")

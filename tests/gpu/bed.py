@@ -92,6 +92,12 @@ class Kernel(NamedTuple):
             **({"dtype": self.dtype, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v} | problem)
         )
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether its backend has gradients for these head dimensions; asked for one of its tiles only."""
+        dims = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
+        return self.tile <= 1 and can(self.backend, "backward", dtype=self.dtype, **dims)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, max_ctas: int = 0, **options) -> tuple[Tensor, Tensor]:
         with forced(self.tile, max_ctas):
             return torch.ops.flash_ext.fwd(q, k, v, **options, version=self.backend)
@@ -104,9 +110,24 @@ class Kernel(NamedTuple):
         CHECKED[self.backend] += 1
         return got
 
+    def check_gradients(
+        self, inputs: dict[str, Tensor], options: dict, dout: Tensor, d_lse: Tensor | None = None
+    ) -> None:
+        """The gradients through out and lse, against float64; deterministic ones the same with few CTAs."""
+        compare.check(inputs, options, dout, d_lse, function=self.forward)
+        options = options | {"deterministic": True}
+        got = compare.check(inputs, options, dout, d_lse, function=self.forward)
+        for max_ctas in FEW_CTAS:
+            with forced(max_ctas=max_ctas):  # autograd calls the backward, on a thread of its own
+                again = compare.run(self.forward, inputs, options, dout, d_lse)
+            assert_same(tuple(again.values()), tuple(got.values()), tuple(got))
+        CHECKED[f"{self.backend} backward"] += 1
+
     def check_problem(self, **problem) -> None:
-        inputs, options, _, _ = self.fits(**problem).tensors(DEVICE)
+        inputs, options, dout, d_lse = self.fits(**problem).tensors(DEVICE)
         self.check(inputs, options)
+        if self.has_backward:
+            self.check_gradients(inputs, options, dout, d_lse)
 
 
 CHECKED: Counter[str] = Counter()  # backend -> calls held against float64
@@ -131,6 +152,7 @@ def find_kernels() -> list[Kernel]:
 
 
 KERNELS = find_kernels()
+WITH_BACKWARD = [kernel for kernel in KERNELS if kernel.has_backward]
 
 
 def fitted(problem: Problem, backend: str) -> Problem:
@@ -150,6 +172,9 @@ def fitted(problem: Problem, backend: str) -> Problem:
     return replace(problem, **changes)
 
 
+GRADIENTS = ("dq", "dk", "dv")
+
+
 def qkv(
     kernel: Kernel, batch=2, seqlen_q=200, seqlen_k=200, nheads=4, nheads_k=2
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,9 +186,21 @@ def qkv(
     return q, k, v
 
 
-def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Out and lse, bit by bit."""
-    for name, x, y in zip(("out", "lse"), got, want, strict=True):
+def gradients(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, max_ctas: int = 0, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Deterministic dq, dk and dv of one call."""
+    out, lse = kernel.forward(q, k, v, **options)
+    options |= {"deterministic": True, "version": kernel.backend}
+    with forced(max_ctas=max_ctas):
+        return torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse, **options)[:3]
+
+
+def assert_same(
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], names: tuple[str, ...] = ("out", "lse")
+) -> None:
+    """Bit by bit."""
+    for name, x, y in zip(names, got, want, strict=True):
         assert x.shape == y.shape, f"{name}: {tuple(x.shape)}, not {tuple(y.shape)}"
         if torch.equal(x, y):
             continue

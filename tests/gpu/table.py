@@ -47,6 +47,10 @@ Plan = struct(
 )
 LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"
 FwdTensors = struct("FwdTensors", **of(c.c_void_p, f"q k v {LENGTHS} alibi_slopes sinks rng_state out lse"))
+BwdTensors = struct(
+    "BwdTensors",
+    **of(c.c_void_p, f"dout d_lse q k v out lse {LENGTHS} alibi_slopes sinks rng_state dq dk dv d_sink"),
+)
 Call = struct(
     "Call", **of(c.c_void_p, "stream workspace"), workspace_bytes=c.c_uint64, parallel_for=c.c_void_p
 )
@@ -57,7 +61,8 @@ Backend = struct(
     why_not=c.CFUNCTYPE(Status, c.POINTER(Problem)),
     plan=c.CFUNCTYPE(Status, c.POINTER(Problem), c.POINTER(Plan)),
     fwd=c.CFUNCTYPE(Status, c.POINTER(Problem), c.POINTER(FwdTensors), c.POINTER(Call)),
-    **of(c.c_void_p, "bwd alloc free"),
+    bwd=c.CFUNCTYPE(Status, c.POINTER(Problem), c.POINTER(BwdTensors), c.POINTER(Call)),
+    **of(c.c_void_p, "alloc free"),
 )
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
@@ -67,7 +72,7 @@ def load(backend: str, package: Path = Path(flash_ext.__file__).parent) -> c.Str
     library = c.CDLL(str(package / f"lib/{backend}.so"))
     library.flash_ext_backend.restype = c.POINTER(Backend)
     table = library.flash_ext_backend().contents
-    sizes = {"problem": Problem, "plan": Plan, "fwd": FwdTensors, "call": Call}
+    sizes = {"problem": Problem, "plan": Plan, "fwd": FwdTensors, "bwd": BwdTensors, "call": Call}
     for name, mirror in sizes.items():
         assert getattr(table, f"{name}_bytes") == c.sizeof(mirror), (
             f"{mirror.__name__} here is not the library's"
@@ -118,8 +123,25 @@ def planned_bytes(table: c.Structure, problem: c.Structure) -> int:
 def forward(table: c.Structure, problem: c.Structure, tensors: dict[str, Tensor]) -> None:
     """Run the table's fwd on the current stream; tensors holds out, lse and perhaps a workspace too."""
     problem.out = strides(tensors["out"])
+    run(table.fwd, FwdTensors, problem, tensors)
+
+
+def describe_backward(problem: c.Structure, tensors: dict[str, Tensor], deterministic: bool) -> None:
+    """Turn a Problem into that of the backward; tensors holds dout, perhaps d_lse, and the gradients."""
+    problem.kind, problem.deterministic = 1, deterministic
+    problem.has_d_lse = "d_lse" in tensors
+    for name in ("out", "dout", "dq", "dk", "dv"):
+        setattr(problem, name, strides(tensors[name]))
+
+
+def backward(table: c.Structure, problem: c.Structure, tensors: dict[str, Tensor]) -> None:
+    """Run the table's bwd on the current stream; tensors holds what BwdTensors names and a workspace."""
+    run(table.bwd, BwdTensors, problem, tensors)
+
+
+def run(entry, kind: type[c.Structure], problem: c.Structure, tensors: dict[str, Tensor]) -> None:
     pointers = {name: x.data_ptr() for name, x in tensors.items()}
     workspace = pointers.pop("workspace", None)
     call = Call(stream=torch.cuda.current_stream().cuda_stream, workspace=workspace)
     call.workspace_bytes = tensors["workspace"].numel() if workspace else 0
-    checked(table.fwd(problem, FwdTensors(**pointers), call))
+    checked(entry(problem, kind(**pointers), call))

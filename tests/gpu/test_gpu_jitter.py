@@ -18,6 +18,24 @@ RUNS = 200
 BUILT = {k.backend for k in bed.KERNELS if (PACKAGE / f"lib/{k.backend}.so").exists()}
 
 
+@pytest.mark.parametrize("max_ctas", [0, 3])
+@pytest.mark.parametrize("kernel", [k for k in bed.WITH_BACKWARD if k.backend in BUILT], ids=str)
+def test_late_waits_change_no_gradient(kernel, max_ctas):
+    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
+    dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
+    out, lse = kernel.forward(q, k, v, causal=True)
+    want = bed.gradients(kernel, q, k, v, dout, causal=True)
+    backend = table.load(kernel.backend, PACKAGE)
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    got = {name: torch.full_like(x, torch.nan) for name, x in zip(bed.GRADIENTS, want, strict=True)}
+    problem = table.describe(tensors, {"causal": True}, max_ctas)
+    table.describe_backward(problem, tensors | got, deterministic=True)
+    workspace = torch.empty(table.planned_bytes(backend, problem), dtype=torch.uint8, device=bed.DEVICE)
+    for _ in range(RUNS):
+        table.backward(backend, problem, tensors | got | {"workspace": workspace})
+        bed.assert_same(tuple(got.values()), want, bed.GRADIENTS)
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
 @pytest.mark.parametrize("max_ctas", [0, 3])
 @pytest.mark.parametrize("kernel", [k for k in bed.KERNELS if k.backend in BUILT], ids=str)

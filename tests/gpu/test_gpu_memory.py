@@ -71,21 +71,77 @@ def test_guard_bands(name, kernel, max_ctas):
     compare.check(inputs, options, function=functools.partial(guarded_forward, kernel, max_ctas))
 
 
+@pytest.mark.parametrize("max_ctas", [0, *bed.FEW_CTAS])
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+@pytest.mark.parametrize("name", GUARDED)
+def test_guard_bands_backward(name, kernel, max_ctas):
+    """The backward with everything it gets between bands, on exactly the workspace that it planned, full of NaN."""
+    less = 0 if name == "padded" else 8
+    dims = {"head_dim": kernel.head_dim - less, "head_dim_v": kernel.head_dim_v - less}
+    inputs, options, dout, d_lse = kernel.fits(**GUARDED[name], **dims).tensors(bed.DEVICE)
+    out, lse = kernel.forward(**inputs, **options)
+    options["deterministic"] = True
+    want = torch.ops.flash_ext.bwd(
+        dout, d_lse, *(inputs[n] for n in "qkv"), out, lse, version=kernel.backend,
+        **options, **{n: x for n, x in inputs.items() if n == "sinks"},
+    )  # fmt: skip
+    backend = table.load(kernel.backend)
+    given = inputs | {"dout": dout, "d_lse": d_lse, "out": out, "lse": lse}
+    given |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    rooms = {name: Room.holding(x) for name, x in given.items()}
+    before = {name: room.words.clone() for name, room in rooms.items()}
+    outputs = {f"d{n}": Room(inputs[n].shape, kernel.dtype) for n in "qkv"}
+    if "sinks" in inputs:
+        outputs["d_sink"] = Room(inputs["sinks"].shape, torch.float32)
+    tensors = {name: room.tensor for name, room in (rooms | outputs).items()}
+    problem = table.describe(tensors, options, max_ctas)
+    table.describe_backward(problem, tensors, deterministic=True)
+    outputs["workspace"] = Room((table.planned_bytes(backend, problem),), torch.uint8)
+    table.backward(backend, problem, tensors | {"workspace": outputs["workspace"].tensor})
+    for name, room in rooms.items():
+        assert torch.equal(room.words, before[name]), f"{name}, an input, was written"
+    for name, room in outputs.items():
+        assert (room.bands() == PATTERN).all(), f"memory beside {name} was written"
+    names = [name for name in outputs if name != "workspace"]
+    bed.assert_same(tuple(outputs[name].tensor for name in names), want[: len(names)], tuple(names))
+    bed.CHECKED[f"{kernel.backend} backward"] += 1
+
+
+def among_rubbish(kernel: bed.Kernel, packed: bool, rubbish: float):
+    """Inputs, the same with rubbish in all but one sequence's rows, where that sequence lies, options, dout twice."""
+    lengths = {"lengths_q": (129, 70, 200), "lengths_k": (65, 93, 257), "spare": 2}
+    problem = kernel.fits(**lengths, packed_q=packed, packed_k=packed, causal=True)
+    inputs, options, dout, _ = problem.tensors(bed.DEVICE)
+    others, mine = {}, {}
+    for name, x in (inputs | {"dout": dout}).items():
+        cu_seqlens = options.get(f"cu_seqlens_{'k' if name in 'kv' else 'q'}")
+        mine[name] = 1 if cu_seqlens is None else slice(int(cu_seqlens[1]), int(cu_seqlens[2]) - 2)
+        others[name] = torch.full_like(x, rubbish)
+        others[name][mine[name]] = x[mine[name]]
+    return inputs, others, mine, options, (dout, others.pop("dout"))
+
+
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_gradients_never_depend_on_other_sequences(packed, rubbish, kernel):
+    inputs, others, mine, options, douts = among_rubbish(kernel, packed, rubbish)
+    results = [
+        tuple(
+            g[mine[n]] for g, n in zip(bed.gradients(kernel, **x, dout=dout, **options), "qkv", strict=True)
+        )
+        for x, dout in zip((inputs, others), douts, strict=True)
+    ]
+    bed.assert_same(results[1], results[0], bed.GRADIENTS)
+    assert all(torch.isfinite(x).all() for x in results[0])
+
+
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e4])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_sequence_never_depends_on_others(packed, rubbish, kernel):
     """Whatever lies in the other sequences and in spare rows, the results are the same bits."""
-    lengths = {"lengths_q": (129, 70, 200), "lengths_k": (65, 93, 257), "spare": 2}
-    inputs, options, _, _ = kernel.fits(**lengths, packed_q=packed, packed_k=packed, causal=True).tensors(
-        bed.DEVICE
-    )
-    others, mine = {}, {}
-    for name, x in inputs.items():
-        cu_seqlens = options.get(f"cu_seqlens_{'q' if name == 'q' else 'k'}")
-        mine[name] = 1 if cu_seqlens is None else slice(int(cu_seqlens[1]), int(cu_seqlens[2]) - 2)
-        others[name] = torch.full_like(x, rubbish)
-        others[name][mine[name]] = x[mine[name]]
+    inputs, others, mine, options, _ = among_rubbish(kernel, packed, rubbish)
 
     def own(out, lse):
         return out[mine["q"]], lse[:, mine["q"]] if packed else lse[mine["q"]]
@@ -109,6 +165,17 @@ def test_same_values_in_other_memory(layout, kernel):
     tensors = [laid_out(x) for x in bed.qkv(kernel, seqlen_q=150, seqlen_k=333)]
     plain = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
     bed.assert_same(kernel.forward(*tensors, causal=True), kernel.forward(*plain, causal=True))
+
+
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+@pytest.mark.parametrize("layout", ["heads first", "inside NaN", "expanded heads", "all strides 0"])
+def test_gradients_of_any_dout(layout, kernel):
+    """dO where no tensor map steps through it is copied by the backward itself."""
+    q, k, v = bed.qkv(kernel, seqlen_q=150, seqlen_k=333)
+    dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
+    dout = dout[:1, :1, :1, :1].expand_as(dout) if layout == "all strides 0" else with_layout(dout, layout)
+    want = bed.gradients(kernel, q, k, v, dout.clone(memory_format=torch.contiguous_format), causal=True)
+    bed.assert_same(bed.gradients(kernel, q, k, v, dout, causal=True), want, bed.GRADIENTS)
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)

@@ -5,6 +5,8 @@ out[i] is V[π(i)] to one rounding. π covers every key of every block; under ma
 visible one, and those one step outside, which must not be found.
 """
 
+from collections.abc import Iterator
+
 import bed
 import pytest
 import torch
@@ -100,14 +102,54 @@ def assert_found(problem: Problem, inputs: dict, options: dict, aims: list, got:
         )
 
 
+def every_key(kernel: bed.Kernel, packed: bool) -> Iterator[Problem]:
+    """More queries than keys, over all heads."""
+    for lengths in (333, 260), (700, 129), (64, 64):
+        yield kernel.fits(
+            lengths_q=lengths, lengths_k=lengths[::-1], group=4, packed_q=packed, packed_k=packed
+        )
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_every_key_is_found(kernel, packed):
-    for lengths in (333, 260), (700, 129), (64, 64):  # more queries than keys, over all heads
-        problem = kernel.fits(
-            lengths_q=lengths, lengths_k=lengths[::-1], group=4, packed_q=packed, packed_k=packed
-        )
+    for problem in every_key(kernel, packed):
         check_needles(kernel, problem, ("every",))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+def test_every_key_gets_its_gradients(kernel, packed):
+    """dV[j] is the sum of dO over the queries that look for key j."""
+    for problem in every_key(kernel, packed):
+        inputs, options, dout, d_lse = problem.tensors(bed.DEVICE)
+        aims = plant(problem, inputs, options, "every")
+        kernel.check_gradients(inputs, options, dout, d_lse)
+        dv = bed.gradients(kernel, **inputs, dout=dout, **options)[2]
+        for b, (target, _) in enumerate(aims):
+            starts = [0, 0] if not packed else [int(options[f"cu_seqlens_{x}"][b]) for x in "qk"]
+            mine, theirs = (x if packed else x[b] for x in (dv, dout))
+            theirs = theirs[starts[0] : starts[0] + len(target)].float()
+            got = mine[starts[1] : starts[1] + problem.lengths_k[b]].float()
+            want = torch.zeros_like(got)
+            heads = torch.arange(target.shape[1], device=got.device) // problem.group
+            want.index_put_((target, heads), theirs, accumulate=True)
+            step = torch.finfo(problem.dtype).eps
+            missed = ((got - want).abs() > step * want.abs() + 2e-3).any(-1)
+            assert not missed.any(), (
+                f"sequence {b}: dV of (key, head) {missed.nonzero()[0].tolist()} is wrong"
+            )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+def test_edges_of_the_mask_backward(kernel, mask):
+    lengths_q, lengths_k = zip(*LENGTHS.values(), strict=True)
+    problem = kernel.fits(lengths_q=lengths_q, lengths_k=lengths_k, **MASKS[mask])
+    inputs, options, dout, d_lse = problem.tensors(bed.DEVICE)
+    for where in "first", "last", "before", "after":
+        plant(problem, inputs, options, where)
+        kernel.check_gradients(inputs, options, dout, d_lse)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -27,7 +27,9 @@ def test_any_problem(backend):
         kernel = bed.Kernel(
             backend, problem.dtype, problem.head_dim, problem.head_dim_v, tile if has_tile else 0
         )
-        inputs, options, _, _ = problem.tensors(bed.DEVICE)
+        inputs, options, dout, d_lse = problem.tensors(bed.DEVICE)
         kernel.check(inputs, options)
+        if kernel.has_backward:
+            kernel.check_gradients(inputs, options, dout, d_lse)
 
     run()

@@ -64,6 +64,10 @@ def test_zero_sizes(backend, shape_q, shape_k):
     out, lse = torch.ops.flash_ext.fwd(q, k, k, version=backend)
     assert out.shape == q.shape and not out.any()
     assert lse.shape == (shape_q[0], shape_q[2], shape_q[1]) and (lse == -torch.inf).all()
+    if bed.can(backend, "backward"):
+        gradients = torch.ops.flash_ext.bwd(out, None, q, k, k, out, lse, version=backend)
+        assert [g.shape for g in gradients[:3]] == [q.shape, k.shape, k.shape]
+        assert not any(g.any() for g in gradients)
 
 
 def fresh_seed() -> int:

@@ -51,6 +51,42 @@ def test_beside_a_busy_stream(kernel):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+def test_deterministic_gradients(kernel, busy):
+    """30 calls give the same bits, whatever their workspaces held."""
+    q, k, v = bed.qkv(kernel, seqlen_q=1500, seqlen_k=1300, nheads=8, nheads_k=4)
+    dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
+    want = bed.gradients(kernel, q, k, v, dout, causal=True)
+    if busy:
+        other, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device=bed.DEVICE, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(60):
+                matrix @ matrix
+    for _ in range(30):
+        poison = torch.full((2**26,), torch.nan, device=bed.DEVICE)  # the caching allocator hands it on
+        del poison
+        bed.assert_same(bed.gradients(kernel, q, k, v, dout, causal=True), want, bed.GRADIENTS)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+def test_graph_of_a_backward(kernel):
+    q, k, v = bed.qkv(kernel)
+    dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
+    bed.gradients(kernel, q, k, v, dout, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = bed.gradients(kernel, q, k, v, dout, causal=True)
+    for _ in range(3):
+        for x in (q, k, v, dout):
+            x.normal_()
+        graph.replay()
+        bed.assert_same(captured, bed.gradients(kernel, q, k, v, dout, causal=True), bed.GRADIENTS)
+
+
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_graph(kernel):
     """A captured call reads what its inputs hold at each replay."""
