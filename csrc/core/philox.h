@@ -6,11 +6,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FLASH_EXT_HOST_DEVICE __host__ __device__
-#else
-#define FLASH_EXT_HOST_DEVICE
-#endif
+#include "core/host_device.h"
 
 namespace flash_ext {
 
@@ -21,7 +17,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-FLASH_EXT_HOST_DEVICE inline PhiloxWords philox4x32_7(uint64_t key, PhiloxWords counter) {
+FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32_7(uint64_t key, PhiloxWords counter) {
   uint32_t key_0 = static_cast<uint32_t>(key), key_1 = static_cast<uint32_t>(key >> 32);
   uint32_t x = counter.word[0], y = counter.word[1], z = counter.word[2], w = counter.word[3];
   for (int round = 0; round < 7; ++round) {
@@ -37,8 +33,8 @@ FLASH_EXT_HOST_DEVICE inline PhiloxWords philox4x32_7(uint64_t key, PhiloxWords 
 }
 
 // The counter of slot s of the block that holds score (i, j); head counts through the batch.
-FLASH_EXT_HOST_DEVICE inline PhiloxWords philox_counter(int64_t i, int64_t j, int slot,
-                                                        int64_t head, int64_t offset) {
+FLASH_EXT_HOST_DEVICE PhiloxWords philox_counter(int64_t i, int64_t j, int slot, int64_t head,
+                                                 int64_t offset) {
   return {{static_cast<uint32_t>(kPhiloxSlots * (j / kPhiloxBlock) + slot),
            static_cast<uint32_t>(i / kPhiloxBlock), static_cast<uint32_t>(head),
            static_cast<uint32_t>(offset)}};

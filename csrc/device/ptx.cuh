@@ -22,6 +22,14 @@ __device__ __forceinline__ uint32_t afresh(uint32_t x) {
   return x;
 }
 
+// threadIdx.x, read anew: what is derived from it is computed where it is needed, and not before
+// the loops around it, which may have no registers to keep it in.
+__device__ __forceinline__ uint32_t fresh_thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Copies 16 bytes from global to shared memory, or writes 16 zeros when keep is false: memory that
 // belongs to somebody else is then not read at all.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool keep) {
@@ -142,6 +150,13 @@ __device__ __forceinline__ void st_shared_floats(uint32_t smem, float a, float b
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x within one ulp; 1 / inf = 0.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FLASH_EXT_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FLASH_EXT_HOST_DEVICE inline
-#endif
+#include "core/host_device.h"
 
 namespace flash_ext::device {
 
