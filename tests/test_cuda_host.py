@@ -52,8 +52,6 @@ REASONS = [
     ("fa3", halves(), {"device": "sm_80"}, "it runs on compute capability 9.0 only, this card has 8.0"),
     ("fa2", halves(), {"device": "sm_75"}, "it needs compute capability 8.0 or newer, this card has 7.5"),
     ("fa3", halves(), {"softcap": 5.0}, "softcap is not built yet"),
-    ("fa2", halves(), {"backward": True}, "its backward is not built yet"),
-    ("fa2", halves(head_dim=192), {"device": "sm_80"}, "head_dim 192 with head_dim_v 192 has no kernel yet (up to 128)"),
     ("fa3", halves(seqlen=2**28, nheads=1, batch=1), {}, "a sequence must be shorter than 2^28"),
 ]  # fmt: skip
 
@@ -62,6 +60,28 @@ REASONS = [
 def test_why_not(name, tensors, options, sentence):
     reason = why_not(name, tensors, **options)
     assert reason.endswith(f"{name}: {sentence if BUILT[name] else not_built(name)}")
+
+
+def test_plans_of_fa2():
+    if not BUILT["fa2"]:
+        assert why_not("fa2", halves()).endswith(f"fa2: {not_built('fa2')}")
+        return
+
+    def tile(device, head_dim, seqlen=512, **options):
+        tensors = halves(head_dim=head_dim, seqlen=seqlen)
+        return flash_ext.plan(*tensors, device=device, version="fa2", **options).tile
+
+    large = {32: (128, 128), 64: (128, 64), 96: (128, 64), 128: (128, 64), 192: (128, 64), 256: (64, 64)}
+    for head_dim, want in large.items():
+        assert tile("sm_90", head_dim) == want
+    assert tile("sm_90", 200) == (64, 64), "the bucket of 256"
+    assert tile("sm_90", 256, seqlen=4096) == (128, 64), "long enough for one CTA on an SM"
+    assert tile("sm_80", 128) == (128, 32), "two of them on an SM"
+    assert tile("sm_80", 256) == (128, 32), "eight warps"
+    small = {32: (128, 128), 64: (128, 64), 96: (128, 32), 128: (128, 64), 192: (128, 32), 256: (64, 64)}
+    for head_dim, want in small.items():
+        assert tile("sm_86", head_dim) == want, "99 KB of shared memory"
+        assert tile("sm_86", head_dim, softcap=5.0)[0] == want[0]
 
 
 def test_plans_of_fa3():

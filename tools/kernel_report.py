@@ -45,7 +45,7 @@ def read_log(instance: str, text: str) -> list[Kernel]:
 def faults(instance: str, text: str) -> list[str]:
     """One sentence for each broken rule."""
     found = [f"{instance}: {line.strip()}" for line in text.splitlines() if re.search(r"\bC75\d\d\b", line)]
-    allowed = MODIFIED_SPILL if "modified" in instance else 0
+    allowed = MODIFIED_SPILL if "modified" in instance.lower() else 0
     for kernel in read_log(instance, text):
         if (spilled := max(kernel.spill_stores, kernel.spill_loads, kernel.stack)) > allowed:
             found.append(

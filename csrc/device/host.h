@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/backend.h"
+#include "device/score_options.h"
 #include "device/tile_scheduler.cuh"
 
 namespace flash_ext::device {
@@ -40,9 +41,6 @@ inline Status common_why_not(const Problem& p) {
     return unsupported("it needs a CUDA device");
   if (dtype != DType::kFloat16 && dtype != DType::kBFloat16)
     return unsupported("it takes float16 and bfloat16 only");
-  if (p.softcap > 0) return unsupported("softcap is not built yet");
-  if (p.has_alibi) return unsupported("alibi_slopes is not built yet");
-  if (p.dropout_threshold) return unsupported("dropout is not built yet");
   if (p.head_dim % 8 || p.head_dim_v % 8) {
     return make_status(Code::kUnsupported,
                        "head_dim and head_dim_v must be multiples of 8, got %d and %d", p.head_dim,
@@ -50,6 +48,14 @@ inline Status common_why_not(const Problem& p) {
   }
   if (p.seqlen_q >= kMaxLength || p.seqlen_k >= kMaxLength)
     return unsupported("a sequence must be shorter than 2^28");
+  return ok_status();
+}
+
+// For a backend without kernels of modified scores.
+inline Status plain_why_not(const Problem& p) {
+  if (p.softcap > 0) return unsupported("softcap is not built yet");
+  if (p.has_alibi) return unsupported("alibi_slopes is not built yet");
+  if (p.dropout_threshold) return unsupported("dropout is not built yet");
   return ok_status();
 }
 

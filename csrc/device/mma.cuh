@@ -27,12 +27,19 @@ struct MmaAtom<__half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 template <>
 struct MmaAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 
-// c[0..3] += a * b
+// d = a * b + c
+template <typename Element>
+__device__ __forceinline__ void mma_16x8x16(float* d, const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1, const float* c) {
+  MmaAtom<Element>::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2],
+                        c[3]);
+}
+
+// c += a * b
 template <typename Element>
 __device__ __forceinline__ void mma_16x8x16(float* c, const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1) {
-  MmaAtom<Element>::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2],
-                        c[3]);
+  mma_16x8x16<Element>(c, a, b0, b1, c);
 }
 
 }  // namespace flash_ext::device

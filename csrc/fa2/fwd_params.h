@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "device/score_options.h"
 #include "device/tile_scheduler.cuh"
 
 namespace flash_ext::fa2 {
@@ -26,6 +27,9 @@ struct FwdParams {
   int head_dim, head_dim_v;
   int top_left, window_left, window_right;
   float softmax_scale, softmax_scale_log2;
+  // Of the scores that the softmax sees: 1 where modified scores come scaled already.
+  float score_scale, score_scale_log2, score_slack;
+  device::ScoreOptions score_options;
 };
 
 }  // namespace flash_ext::fa2

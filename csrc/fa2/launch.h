@@ -10,7 +10,7 @@
 namespace flash_ext::fa2 {
 
 // Returns cudaGetLastError's answer; the device is the current one.
-template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages>
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages, bool kModified>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa2

@@ -81,6 +81,8 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
+  const Status plain = plain_why_not(p);
+  if (!plain.ok()) return plain;
   if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
   const Status mapped = maps_why_not(p);
   if (!mapped.ok()) return mapped;
