@@ -33,6 +33,8 @@ class Mutant(NamedTuple):
 
     @property
     def backend(self) -> str:
+        if self.file == SOFTMAX:
+            return "fa3"
         if self.file.startswith("fa"):
             return self.file[:3]
         return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
@@ -45,19 +47,25 @@ ISOLATION = "test_gpu_memory.py::test_a_sequence_never_depends_on_others"
 FAR = "test_gpu_memory.py::test_strides_beyond_2_31_elements"
 STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
 
+MODIFIED = "test_gpu_rule.py::test_modified_scores"
+
+FWD, TILE = "fa2/fwd.cuh", "fa2/smem_tile.cuh"
+VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
+SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
+
 BWD_MASK = "test_gpu_needle.py::test_edges_of_the_mask_backward"
 BWD_GUARDS = "test_gpu_memory.py::test_guard_bands_backward"
 BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequences"
 SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
 
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
-FWD, VISIBLE, SOFTMAX, WORK = "fa2/fwd.cuh", "device/visible.cuh", "device/softmax.cuh", "device/mask.cuh"
 
 MUTANTS = [
     Mutant(*row)
     for row in [
-        ("no wait for loads", NEEDLE, FWD, "cp_async_wait<Traits::kStages - 2>();", "", True),
+        ("no wait for loads", NEEDLE, FWD, "cp_async_wait<Traits::kPending>();", "", True),
         ("no barrier behind loads", NEEDLE, FWD, "block_barrier();  // everybody's is", "//", True),
+        ("no wait for V", NEEDLE, FWD, "cp_async_wait<0>();", "", True),
         ("no barrier between tiles", NEEDLE, FWD, "block_barrier();  // the tile before", "//", True),
         ("causal limit shifted", MASK, VISIBLE, "window_right + 1;", "window_right + 2;"),
         ("window begins late", MASK, VISIBLE, "offset - window_left;", "offset - window_left + 1;"),
@@ -65,18 +73,60 @@ MUTANTS = [
         ("last block taken for full", MASK, VISIBLE, ": end / kBlockN", ": (end + kBlockN - 1) / kBlockN"),
         ("first block taken for full", MASK, VISIBLE, "(begin + kBlockN - 1) / kBlockN", "begin / kBlockN"),
         ("one rescale skipped", NUMBERS, SOFTMAX, "o[i] *= rescale", "if (i != 1) o[i] *= rescale"),
-        ("sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
-        ("maximum of half a quad", NUMBERS, SOFTMAX, "__shfl_xor_sync(0xffffffffu, row_max, 2)", "row_max"),
-        ("two V columns swapped", NEEDLE, FWD, "pack<Element>(low, high)", "pack<Element>(high, low)"),
+        ("sum not rescaled", NUMBERS, LAZY, "sum[half] *= rescale[half];", ""),
+        ("maximum of half a quad", NUMBERS, LAZY, "__shfl_xor_sync(0xffffffffu, most, 2)", "most"),
+        ("passing scores overlooked", NUMBERS, LAZY, "signs &= __float", "if (i != 5) signs &= __float"),
+        ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
+        ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
+        ("two V columns swapped", NEEDLE, FWD, "(o[0] * weight, o[1]", "(o[1] * weight, o[0]"),
         ("kv head h, not h / group", NEEDLE, FWD, "work.head / params.heads_per_kv", "work.head"),
-        ("a row past the end is read", ISOLATION, FWD, "row + r < row_end", "row + r <= row_end"),
+        ("a row past the end is read", ISOLATION, TILE, "c < dim && r < end", "c < dim && r <= end"),
         ("a row past the end is written", GUARDS, FWD, "if (i >= work.rows", "if (i > work.rows"),
-        ("lse without the maximum", NEEDLE, SOFTMAX, " + max[half] * scale", ""),
-        ("sink counted in every lane", RULE, SOFTMAX, "counts && threadIdx.x % 4 == 0", "counts"),
+        ("lse without the reference", NEEDLE, LAZY, "most + logf(total)", "logf(total)"),
+        (
+            "step skipped at the diagonal",
+            MASK,
+            FWD,
+            "n_begin >= visible.end(last)",
+            "n_begin >= visible.end(first)",
+        ),
+        ("step taken for whole", MASK, FWD, "n_end <= visible.end(first) ?", "n_end <= visible.end(last) ?"),
+        (
+            "softcap without scale",
+            MODIFIED,
+            MODIFY,
+            "m.scale_by_cap = m.scale / m.cap",
+            "m.scale_by_cap = 1 / m.cap",
+        ),
+        (
+            "tanh without its polynomial",
+            MODIFIED,
+            MODIFY,
+            "fabsf(x) < 0.5f ? fmaf(p, x, x) : by_exp",
+            "by_exp",
+        ),
+        ("alibi of the other sign", MODIFIED, MODIFY, "fmaf(-slope, fabsf", "fmaf(slope, fabsf"),
+        ("alibi of half a distance", MODIFIED, MODIFY, "distance + 8 * half", "distance"),
+        ("slopes of the first sequence", MODIFIED, MODIFY, "* options.alibi_batch_stride", "* 0"),
+        (
+            "dropout slot shifted",
+            MODIFIED,
+            MODIFY,
+            "query, key, lane, m.head",
+            "query, key, lane ^ 1, m.head",
+        ),
+        (
+            "kept ones not scaled",
+            MODIFIED,
+            MODIFY,
+            "= 1.f / (1.f - options.dropout_threshold / 65536.f)",
+            "= 1",
+        ),
+        ("sink counted twice", RULE, LAZY, "+ expf(sink - most)", "+ 2 * expf(sink - most)"),
         ("packed keys from another row", NEEDLE, WORK, "work.k_row = first;", "work.k_row = first + 1;"),
         ("packed lse at the first row", NEEDLE, WORK, "params.rows_q.total + first", "params.rows_q.total"),
         ("used length ignored", RULE, WORK, "if (params.seqused_k) seqlen_k", "if (false) seqlen_k"),
-        ("32-bit row offset", FAR, FWD, "row) * row_stride", "row) * int(row_stride)"),
+        ("32-bit row offset", FAR, TILE, "uint64_t{from} * rows.stride", "from * uint32_t(rows.stride)"),
         ("launched on the default stream", STREAM, FWD, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
         ("dS not waited for", RULE, BWD, "named_barrier_sync(kBothBarrier, 256);  // both", "//", True),
         ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections import Counter
@@ -79,12 +80,14 @@ class Kernel(NamedTuple):
     head_dim: int  # the largest that it takes
     head_dim_v: int
     tile: int
+    modified: bool = False  # the form with softcap, ALiBi and dropout
 
     def __str__(self) -> str:
         dims = (
             f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim},{self.head_dim_v}"
         )
-        return f"{self.backend}-{str(self.dtype)[6:]}-{dims}-{self.tile}"
+        form = "-modified" if self.modified else ""
+        return f"{self.backend}-{str(self.dtype)[6:]}-{dims}-{self.tile}{form}"
 
     def fits(self, **problem) -> Problem:
         """A problem for this kernel; head dimensions that are not given fill it."""
@@ -99,8 +102,16 @@ class Kernel(NamedTuple):
         return self.tile <= 1 and can(self.backend, "backward", dtype=self.dtype, **dims)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, max_ctas: int = 0, **options) -> tuple[Tensor, Tensor]:
+        options = self.options(options, q)
         with forced(self.tile, max_ctas):
             return torch.ops.flash_ext.fwd(q, k, v, **options, version=self.backend)
+
+    def options(self, options: dict, q: Tensor) -> dict:
+        """With what makes the backend choose this form: slopes of 0 change nothing."""
+        plain = not any(options.get(name) for name in ("softcap", "dropout_p"))
+        if self.modified and plain and options.get("alibi_slopes") is None:
+            return options | {"alibi_slopes": torch.zeros(q.shape[-2], device=q.device)}
+        return options
 
     def check(self, inputs: dict[str, Tensor], options: dict) -> compare.Results:
         """One call, held against float64; with few CTAs it must give the same bits."""
@@ -142,12 +153,14 @@ def find_kernels() -> list[Kernel]:
     for backend in BACKENDS:
         for dtype in DTYPES:
             for dims in BUCKETS:
-                for tile in range(1, 9):
-                    planned = plan(backend, dtype, *dims, tile=tile)
+                for modified, tile in itertools.product((False, True), range(1, 9)):
+                    options = FEATURES["softcap"] if modified else {}
+                    planned = plan(backend, dtype, *dims, tile=tile, **options)
                     if isinstance(planned, str):
-                        break
+                        continue
                     shape = tuple(planned["tile"]), planned["smem_bytes"], planned["stages"]
-                    kernels.setdefault((backend, dtype, *shape), Kernel(backend, dtype, *dims, tile))
+                    kernel = Kernel(backend, dtype, *dims, tile, modified)
+                    kernels.setdefault((backend, dtype, modified, *shape), kernel)
     return list(kernels.values())
 
 

@@ -42,9 +42,9 @@ def test_late_waits_change_no_gradient(kernel, max_ctas):
 def test_late_waits_change_nothing(kernel, max_ctas, busy):
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
     out, lse = kernel.forward(q, k, v, causal=True)
-    backend, options = table.load(kernel.backend, PACKAGE), {"causal": True}
+    backend, options = table.load(kernel.backend, PACKAGE), kernel.options({"causal": True}, q)
     outs, lses = (torch.full((RUNS, *x.shape), torch.nan, dtype=x.dtype, device=x.device) for x in (out, lse))
-    tensors = {"q": q, "k": k, "v": v}
+    tensors = {"q": q, "k": k, "v": v} | {n: x for n, x in options.items() if isinstance(x, torch.Tensor)}
     problem = table.describe(tensors, options, max_ctas, kernel.tile)
     workspace = torch.empty(table.planned_bytes(backend, problem), dtype=torch.uint8, device=bed.DEVICE)
     torch.cuda.synchronize()

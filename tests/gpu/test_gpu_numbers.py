@@ -80,6 +80,14 @@ def test_ties_over_many_blocks(kernel):
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_sinks_far_from_the_scores(kernel):
+    """However low or high a sink is, the scores keep all their digits."""
+    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K)
+    sinks = torch.tensor([-1e30, -1e5, 12.0, 1e4], device=bed.DEVICE)
+    kernel.check({"q": q, "k": k, "v": v, "sinks": sinks}, {"causal": True})
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_huge_scores(kernel):
     """Scores of some 1e8 (float16: 1e6) leave one key to each query."""
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K)

@@ -21,12 +21,10 @@ def test_any_problem(backend):
     @given(problem=problems(dtypes=bed.DTYPES), tile=st.integers(0, 3))
     def run(problem, tile):
         problem = bed.fitted(problem, backend)
-        has_tile = bed.can(
-            backend, tile=tile, dtype=problem.dtype, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v
-        )
-        kernel = bed.Kernel(
-            backend, problem.dtype, problem.head_dim, problem.head_dim_v, tile if has_tile else 0
-        )
+        dims = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+        modified = bool(problem.softcap or problem.alibi or problem.dropout_p)
+        has_tile = bed.can(backend, "softcap" if modified else "", tile=tile, dtype=problem.dtype, **dims)
+        kernel = bed.Kernel(backend, problem.dtype, *dims.values(), tile if has_tile else 0)
         inputs, options, dout, d_lse = problem.tensors(bed.DEVICE)
         kernel.check(inputs, options)
         if kernel.has_backward:

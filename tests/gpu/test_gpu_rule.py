@@ -40,6 +40,28 @@ def test_problem(name, kernel):
     kernel.check_problem(**PROBLEMS[name], seed=fresh_seed())
 
 
+MODIFIED = {
+    "softcap": {"softcap": 5.0},
+    "softcap beyond the scores": {"softcap": 1e4},
+    "small softcap, sinks": {"softcap": 0.3, "sinks": True, "scale": 0.71},
+    "alibi": {"alibi": 1, "lengths_q": (300, 200), "lengths_k": (200, 300)},
+    "alibi, causal, packed": {"alibi": 2, "causal": True, "packed_q": True, "packed_k": True, "spare": 3},
+    "alibi, top left window": {"alibi": 2, "window": (70, 3), "top_left": True, "group": 4},
+    "alibi at 64k": {"alibi": 1, "lengths_q": (70,), "lengths_k": (66000,), "nheads_k": 1},
+    "dropout": {"dropout_p": 0.3, "lengths_q": (300, 17), "lengths_k": (200, 300)},
+    "dropout, causal": {"dropout_p": 0.17, "causal": True, "lengths_q": (129, 300), "lengths_k": (300, 200)},
+    "dropout, packed, sinks": {"dropout_p": 0.5, "packed_q": True, "packed_k": True, "spare": 5, "sinks": True},
+    "nearly all dropped": {"dropout_p": 0.999},
+    "all of them": {"softcap": 3.0, "alibi": 2, "dropout_p": 0.1, "window": (90, 20), "sinks": True, "group": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in bed.KERNELS if kernel.modified], ids=str)
+@pytest.mark.parametrize("name", MODIFIED)
+def test_modified_scores(name, kernel):
+    kernel.check_problem(**MODIFIED[name], seed=fresh_seed())
+
+
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_every_head_dim_of_the_bucket(kernel):
     step = 1 if bed.can(kernel.backend, "odd head_dim") else 8
