@@ -84,6 +84,28 @@ def test_plans_of_fa2():
         assert tile("sm_86", head_dim, softcap=5.0)[0] == want[0]
 
 
+def test_plans_of_fa2_backward():
+    if not BUILT["fa2"]:
+        return
+
+    def plan(device, head_dim=128, seqlen=512, **options):
+        tensors = halves(head_dim=head_dim, seqlen=seqlen)
+        return flash_ext.plan(*tensors, device=device, version="fa2", backward=True, **options)
+
+    rows = 2 * 512 * 16
+    first = plan("sm_90")
+    assert first.tile == (64, 128) and first.grid == 128 and first.launches == 3
+    assert rows * 128 * 4 < first.workspace_bytes < rows * 130 * 4 + 65536, (
+        "float32 sums of dQ, lse and delta"
+    )
+    longer = plan("sm_90", seqlen=4096, deterministic=True)
+    assert longer.workspace_bytes < 8 * first.workspace_bytes + 65536, "linear memory"
+    smem = [plan(device).smem_bytes // 1024 for device in ("sm_90", "sm_80", "sm_86")]
+    assert smem == [177, 161, 72], "two buffers of dS, one, and a smaller tile"
+    assert plan("sm_80", 64).smem_bytes < 81 * 1024, "two CTAs on an SM"
+    assert [plan(d, 256).tile for d in ("sm_90", "sm_80", "sm_86")] == [(64, 64), (64, 64), (32, 32)]
+
+
 def test_plans_of_fa3():
     if not BUILT["fa3"]:
         assert why_not("fa3", halves()).endswith(f"fa3: {not_built('fa3')}")

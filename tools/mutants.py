@@ -58,6 +58,7 @@ BWD_GUARDS = "test_gpu_memory.py::test_guard_bands_backward"
 BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequences"
 SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
 
+FA2_BWD, FA2_WORK = "fa2/bwd.cuh", "fa2/bwd_work.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
 
 MUTANTS = [
@@ -148,6 +149,40 @@ MUTANTS = [
         ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),
         ("dO of a spare row is read", BWD_ISOLATION, ROWS, "row < tile.used;", "row < tile.rows;"),
         ("dQ of a spare row is not 0", BWD_GUARDS, ROWS, "row < used ? make", "row < tile.rows ? make"),
+        ("fa2: dS not waited for", RULE, FA2_BWD, "block_barrier();  // dS and the next", "//", True),
+        (
+            "fa2: others' P not waited for",
+            RULE,
+            FA2_BWD,
+            "named_barrier_sync(1 + key_warp, ",
+            "(void)(",
+            True,
+        ),
+        (
+            "fa2: turns in any order",
+            SAME_BITS,
+            FA2_BWD,
+            "wait_for_value(params.dq_turns + q_tile, turn);",
+            "",
+        ),
+        ("fa2: dK not scaled", RULE, FA2_BWD, "(smem, dk, params.softmax_scale,", "(smem, dk, 1.f,"),
+        ("fa2: mask of S^T shifted", BWD_MASK, "fa2/bwd_tile.cuh", "8 * r >= end", "8 * r > end"),
+        (
+            "fa2: Q of a spare row is read",
+            BWD_ISOLATION,
+            "fa2/bwd_tile.cuh",
+            "row + r < row_end",
+            "row + r <= row_end",
+        ),
+        (
+            "fa2: one head of a group",
+            RULE,
+            FA2_WORK,
+            "params.heads_per_kv + at.head;",
+            "params.heads_per_kv;",
+        ),
+        ("fa2: ragged last queries skipped", RULE, FA2_WORK, "(i_end + Traits::kBlockM - 1)", "i_end"),
+        ("fa2: dK past the end is written", BWD_GUARDS, "fa2/bwd_output.cuh", "j >= length", "j > length"),
     ]
 ]
 CONTROL = Mutant("control", "", "", "", "")

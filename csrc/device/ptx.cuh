@@ -146,6 +146,21 @@ __device__ __forceinline__ void st_shared_floats(uint32_t smem, float a, float b
                : "memory");
 }
 
+// Waits until other CTAs have made a counter `value`. Orders only what depends on the wait: atomics
+// behind it come after those before the counter was raised.
+__device__ __forceinline__ void wait_for_value(const uint32_t* counter, uint32_t value) {
+  jitter();
+  uint32_t now;
+  do {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != value);
+}
+
+// The other side: behind a barrier it also comes after what the rest of the block did.
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
 // 2^x, two ulp, denormal results become 0; 2^-inf = 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

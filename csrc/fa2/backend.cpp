@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "device/host.h"
+#include "fa2/backward.h"
 #include "fa2/launch.h"
 
 namespace flash_ext::fa2 {
@@ -36,14 +37,16 @@ struct Instance {
   static constexpr int kFull = 8;  // two for each scheduler hide each other's latency
 };
 
-#define INSTANCE(header, element, head_dim, block_m, block_n, stages, scores) \
-  {kDType<element>,                                                           \
-   head_dim,                                                                  \
-   block_m,                                                                   \
-   block_n,                                                                   \
-   stages,                                                                    \
-   scores,                                                                    \
-   &launch_##header<element, head_dim, block_m, block_n, stages, scores>},
+#define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
+#define INSTANCE_bwd(...)
+#define INSTANCE_fwd(element, head_dim, block_m, block_n, stages, scores) \
+  {kDType<element>,                                                       \
+   head_dim,                                                              \
+   block_m,                                                               \
+   block_n,                                                               \
+   stages,                                                                \
+   scores,                                                                \
+   &launch_fwd<element, head_dim, block_m, block_n, stages, scores>},
 constexpr Instance kInstances[] = {
 #include "fa2/instances.inc"
 };
@@ -93,8 +96,9 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward)
-    return unsupported("its backward is not built yet");
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
+  const Status plain = plain_why_not(p);
+  if (!plain.ok()) return plain;
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
@@ -110,6 +114,7 @@ Status why_not(const Problem* problem) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) return plan_backward(*problem, plan);
   const Instance& instance = *find_instance(*problem);
   *plan = Plan{};
   plan->tile_m = instance.block_m;
@@ -151,7 +156,10 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
                      "the forward kernel");
 }
 
-Status bwd(const Problem* problem, const BwdTensors*, const Call*) { return why_not(problem); }
+Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
+  const Status reason = why_not(problem);
+  return reason.ok() ? backward(*problem, *tensors, *call) : reason;
+}
 
 }  // namespace
 }  // namespace flash_ext::fa2
