@@ -50,6 +50,7 @@ STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
 MODIFIED = "test_gpu_rule.py::test_modified_scores"
 
 FWD, TILE = "fa2/fwd.cuh", "fa2/smem_tile.cuh"
+FWD3, LOAD3 = "fa3/fwd.cuh", "fa3/fwd_load.cuh"
 VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
 SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
 
@@ -79,6 +80,31 @@ MUTANTS = [
         ("passing scores overlooked", NUMBERS, LAZY, "signs &= __float", "if (i != 5) signs &= __float"),
         ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
         ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
+        ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
+        ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    issue_pv", "    issue_pv", True),
+        ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", "", True),
+        (
+            "fa3: K freed before S is there",
+            NEEDLE,
+            FWD3,
+            "wgmma_wait<1>();  // S",
+            "wgmma_wait<2>();  // S",
+            True,
+        ),
+        ("fa3: a maximum that grew is passed", NUMBERS, FWD3, "rescale[0] != 1.f || rescale", "rescale"),
+        ("fa3: quads not transposed", NEEDLE, FWD3, "transpose_quad(r[j]);", ""),
+        ("fa3: a row past the end is written", GUARDS, FWD3, "if (i < rows && 32", "if (i <= rows && 32"),
+        ("fa3: a block too many passed over", MASK, FWD3, "n >= end; --n) pass", "n >= end - 1; --n) pass"),
+        ("fa3: kv head h, not h / group", NEEDLE, LOAD3, "work.head / params.heads_per_kv", "work.head"),
+        (
+            "fa3: a row past the end is read",
+            ISOLATION,
+            LOAD3,
+            "params.k, batch, work.k_row, length,",
+            "params.k, batch, work.k_row, length + 1,",
+        ),
+        ("fa3: keys of another group's rows", MASK, LOAD3, "+ 64 * group,", "+ 64 * (group ^ 1),"),
+        ("fa3: launched on the default stream", STREAM, FWD3, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
         ("two V columns swapped", NEEDLE, FWD, "(o[0] * weight, o[1]", "(o[1] * weight, o[0]"),
         ("kv head h, not h / group", NEEDLE, FWD, "work.head / params.heads_per_kv", "work.head"),
         ("a row past the end is read", ISOLATION, TILE, "c < dim && r < end", "c < dim && r <= end"),

@@ -18,6 +18,7 @@ constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 struct Instance {
   DType dtype;
   int head_dim, head_dim_v, block_m, block_n, stages, q_stages;
+  bool modified;
   cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
 
   int smem_bytes() const {
@@ -28,16 +29,16 @@ struct Instance {
 
 #define INSTANCE_bwd(...)
 #define INSTANCE_bwd_wide(...)
-#define INSTANCE_fwd(element, head_dim, head_dim_v, block_m, block_n, stages, q_stages) \
-  {                                                                                     \
-      kDType<element>,                                                                  \
-      head_dim,                                                                         \
-      head_dim_v,                                                                       \
-      block_m,                                                                          \
-      block_n,                                                                          \
-      stages,                                                                           \
-      q_stages,                                                                         \
-      &launch_fwd<element, head_dim, head_dim_v, block_m, block_n, stages, q_stages>},
+#define INSTANCE_fwd(element, head_dim, head_dim_v, block_m, block_n, stages, q_stages, scores) \
+  {kDType<element>,                                                                             \
+   head_dim,                                                                                    \
+   head_dim_v,                                                                                  \
+   block_m,                                                                                     \
+   block_n,                                                                                     \
+   stages,                                                                                      \
+   q_stages,                                                                                    \
+   scores,                                                                                      \
+   &launch_fwd<element, head_dim, head_dim_v, block_m, block_n, stages, q_stages, scores>},
 #define INSTANCE(pass, ...) INSTANCE_##pass(__VA_ARGS__)
 constexpr Instance kInstances[] = {
 #include "fa3/instances.inc"
@@ -47,8 +48,8 @@ constexpr Instance kInstances[] = {
 const Instance* find_instance(const Problem& p) {
   if (p.tile > 1) return nullptr;  // a bucket has one tile
   for (const Instance& instance : kInstances) {
-    if (instance.dtype == static_cast<DType>(p.dtype) && instance.head_dim >= p.head_dim &&
-        instance.head_dim_v >= p.head_dim_v) {
+    if (instance.dtype == static_cast<DType>(p.dtype) && instance.modified == is_modified(p) &&
+        instance.head_dim >= p.head_dim && instance.head_dim_v >= p.head_dim_v) {
       return &instance;
     }
   }
@@ -81,9 +82,10 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  const Status plain = plain_why_not(p);
-  if (!plain.ok()) return plain;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) {
+    const Status plain = plain_why_not(p);
+    return plain.ok() ? backward_why_not(p) : plain;
+  }
   const Status mapped = maps_why_not(p);
   if (!mapped.ok()) return mapped;
   const Instance* instance = find_instance(p);
@@ -132,6 +134,10 @@ Status plan(const Problem* problem, Plan* plan) {
 Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
                    FwdParams* params) {
   fill_params(p, t, instance.block_m, *params);
+  const double scale = is_modified(p) ? 1 : p.softmax_scale;
+  params->score_scale = static_cast<float>(scale);
+  params->score_scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  params->score_options = score_options(p, t);
   params->out = t.out, params->out_stride = p.out, params->head_dim_v = p.head_dim_v;
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
   const int64_t rows_q = p.packed_q ? p.total_q : params->seqlen_q,

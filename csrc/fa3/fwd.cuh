@@ -115,6 +115,28 @@ struct Consumer {
     apply_mask(s, visible, first_row(work), n * Traits::kBlockN);
   }
 
+  // Q K^T of block n becomes modified scores.
+  __device__ __forceinline__ void modify(float (&s)[kS], const volatile TileWork& work,
+                                         int n) const {
+    if constexpr (Traits::kModified) {
+      const Visible visible{0, work.visible.offset, 0, 0};
+      modify_scores(s, modifier(work), visible, first_row(work), n * Traits::kBlockN);
+    }
+  }
+  // Some probabilities of block n are dropped.
+  __device__ __forceinline__ void drop_some(float (&s)[kS], const volatile TileWork& work,
+                                            int n) const {
+    if constexpr (Traits::kModified) {
+      if (modifier(work).drop_below == 0) return;
+#pragma unroll
+      for (int k = 0; k < Traits::kBlockN / 16; ++k)
+        drop(s + 8 * k, modifier(work), first_row(work), n * Traits::kBlockN + 16 * k);
+    }
+  }
+  static __device__ __forceinline__ const Modifier& modifier(const volatile TileWork& work) {
+    return const_cast<const Modifier&>(work.modifier);
+  }
+
   // A block that only other groups' rows see: the turn and the buffers go on.
   __device__ __forceinline__ void pass_over() {
     wait_turn();
@@ -162,8 +184,10 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
   wgmma_own(s);
   release(barriers.k_empty[Ring(block).stage]);
   ++block;
+  modify(s, work, n);
   if (n >= range.full_max || n < range.full_min) mask(s, work, n);
-  softmax.step(s, params.softmax_scale_log2, rescale);
+  softmax.step(s, params.score_scale_log2, rescale);
+  drop_some(s, work, n);
   round_p(p, s);
 
   // Block n's scores and block n + 1's values, side by side.
@@ -179,8 +203,10 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     wgmma_wait<1>();  // S is there, O += P V still runs
     wgmma_own(s);
     release(barriers.k_empty[Ring(block).stage]);
+    modify(s, work, n);
     if constexpr (decltype(masked)::value) mask(s, work, n);
-    softmax.step(s, params.softmax_scale_log2, rescale);
+    softmax.step(s, params.score_scale_log2, rescale);
+    drop_some(s, work, n);
     wgmma_wait<0>();
     wgmma_own(o);
     wgmma_own(s);  // P is rounded into the registers that the MMA has read
@@ -219,7 +245,8 @@ __device__ __forceinline__ void Consumer<Traits>::write(const volatile TileWork&
   for (int half = 0; half < 2; ++half) {
     const int i = row + 8 * half;
     const bool seen = i < used_rows && softmax.sum[half] > 0.f;
-    const float inverse = __fdividef(1.f, softmax.sum[half]);
+    const float kept_scale = Traits::kModified ? modifier(work).kept_scale : 1.f;
+    const float inverse = __fdividef(kept_scale, softmax.sum[half]);
     // A lane holds two columns of each group of eight; four groups later it holds one group whole.
     constexpr int kGroups = Traits::kHeadDimV / 32;
     uint32_t r[kGroups][4];
@@ -237,7 +264,7 @@ __device__ __forceinline__ void Consumer<Traits>::write(const volatile TileWork&
       if (i < rows && 32 * j + 8 * quad_lane < params.head_dim_v) st_global_16(out + 32 * j, r[j]);
     }
     if (quad_lane == 0 && i < rows)
-      lse[8 * half] = seen ? softmax.lse(half, params.softmax_scale) : -INFINITY;
+      lse[8 * half] = seen ? softmax.lse(half, params.score_scale) : -INFINITY;
     out += 8 * params.out_stride.row;
   }
 }
@@ -253,7 +280,7 @@ __device__ __forceinline__ void Consumer<Traits>::run() {
     float o[kO];
     Softmax softmax;
     softmax.start(params.sinks != nullptr,
-                  params.sinks ? params.sinks[work.head] / params.softmax_scale : 0.f);
+                  params.sinks ? params.sinks[work.head] / params.score_scale : 0.f);
     attend(work, softmax, o);
     write(work, softmax, o);
     __syncwarp();
@@ -306,9 +333,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 // ---- launch -----------------------------------------------------------------------------------
 
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
-          int kQStages>
+          int kQStages, bool kModified>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream) {
-  using Traits = FwdTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kQStages>;
+  using Traits =
+      FwdTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kQStages, kModified>;
   auto* kernel = &fwd_kernel<Traits>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
@@ -319,7 +347,9 @@ cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t strea
 
 }  // namespace flash_ext::fa3
 
-#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, q_stages)    \
-  template cudaError_t flash_ext::fa3::launch_##header<element, head_dim, head_dim_v, block_m, \
-                                                       block_n, stages, q_stages>(             \
-      const FwdParams&, int64_t, cudaStream_t);
+#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n, stages, q_stages,        \
+                 scores)                                                                           \
+  namespace flash_ext::fa3 {                                                                       \
+  template cudaError_t launch_##header<element, head_dim, head_dim_v, block_m, block_n, stages,    \
+                                       q_stages, scores>(const FwdParams&, int64_t, cudaStream_t); \
+  }

@@ -37,6 +37,9 @@ __device__ __forceinline__ void next_work(const FwdParams& params, uint32_t& til
       if (range.min >= range.max) range.min = range.max = work.range.min;
       work.groups[group] = range;
     }
+    if constexpr (Traits::kModified) {
+      if (work.sequence >= 0) work.modifier = make_modifier(params, work);
+    }
     return;
   }
   work.head = -1;

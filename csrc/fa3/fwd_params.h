@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "device/score_options.h"
 #include "device/tensor_map.h"
 #include "device/tile_scheduler.cuh"
 
@@ -27,6 +28,8 @@ struct FwdParams {
   int batch, nheads, heads_per_kv;
   int top_left, window_left, window_right;
   float softmax_scale, softmax_scale_log2;
+  float score_scale, score_scale_log2;  // of what the softmax sees: 1 when scores are modified
+  device::ScoreOptions score_options;
 };
 
 }  // namespace flash_ext::fa3

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device/mask.cuh"
+#include "device/modify.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -12,12 +13,13 @@ namespace flash_ext::fa3 {
 using namespace device;
 
 template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_,
-          int kStages_, int kQStages_>
+          int kStages_, int kQStages_, bool kModified_>
 struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // buckets
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_, kQStages = kQStages_;  // buffers of K and V, and of Q
+  static constexpr bool kModified = kModified_;                   // softcap, ALiBi, dropout
   static constexpr int kConsumers = kBlockM / 64;                 // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
@@ -53,6 +55,7 @@ struct TileWork : Work {
   TmaCoordinates q_at, k_at, v_at;  // of its first query, and of the sequence's first key
   int64_t out_offset;               // of the sequence's first row, in elements
   BlockRange groups[3];
+  Modifier modifier;  // modified scores only
 };
 
 // The producer hands tiles to the consumers through a ring; head = -1: no more.

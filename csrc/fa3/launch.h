@@ -17,7 +17,7 @@ inline constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
 
 // Returns cudaGetLastError's answer; the device is the current one.
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
-          int kQStages>
+          int kQStages, bool kModified>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
 
 // All kernels of the backward; grid is the main kernel's.
