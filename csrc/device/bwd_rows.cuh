@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads)
           ? tile.head * params.q.packed.total + tile.first_row
           : (int64_t{tile.batch} * params.q.heads + tile.head) * params.q.seqlen;
   float d_sink = 0.f;
-#pragma unroll
+#pragma unroll 1  // unrolled, two values go through local memory on 8.0
   for (int r = threadIdx.x / kLanesPerRow; r < kBlockM; r += kRowThreads / kLanesPerRow) {
     const int row = tile.block * kBlockM + r;
     const bool used = row < tile.used;
