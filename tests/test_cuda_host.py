@@ -51,7 +51,8 @@ def not_built(name):
 REASONS = [
     ("fa3", halves(), {"device": "sm_80"}, "it runs on compute capability 9.0 only, this card has 8.0"),
     ("fa2", halves(), {"device": "sm_75"}, "it needs compute capability 8.0 or newer, this card has 7.5"),
-    ("fa3", halves(), {"softcap": 5.0}, "softcap is not built yet"),
+    ("fa3", halves(), {"softcap": 5.0, "backward": True}, "softcap has no gradients yet"),
+    ("fa2", halves(), {"dropout_p": 0.1, "backward": True}, "dropout has no gradients yet"),
     ("fa3", halves(seqlen=2**28, nheads=1, batch=1), {}, "a sequence must be shorter than 2^28"),
 ]  # fmt: skip
 

@@ -51,11 +51,11 @@ inline Status common_why_not(const Problem& p) {
   return ok_status();
 }
 
-// For a backend without kernels of modified scores.
+// For a pass without kernels of modified scores.
 inline Status plain_why_not(const Problem& p) {
-  if (p.softcap > 0) return unsupported("softcap is not built yet");
-  if (p.has_alibi) return unsupported("alibi_slopes is not built yet");
-  if (p.dropout_threshold) return unsupported("dropout is not built yet");
+  if (p.softcap > 0) return unsupported("softcap has no gradients yet");
+  if (p.has_alibi) return unsupported("alibi_slopes has no gradients yet");
+  if (p.dropout_threshold) return unsupported("dropout has no gradients yet");
   return ok_status();
 }
 

@@ -97,9 +97,10 @@ class Kernel(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Whether its backend has gradients for these head dimensions; asked for one of its tiles only."""
+        """Whether its backend has gradients for such problems; asked for one of its tiles only."""
         dims = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
-        return self.tile <= 1 and can(self.backend, "backward", dtype=self.dtype, **dims)
+        form = "softcap" if self.modified else ""
+        return self.tile <= 1 and can(self.backend, form, backward=True, dtype=self.dtype, **dims)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, max_ctas: int = 0, **options) -> tuple[Tensor, Tensor]:
         options = self.options(options, q)
@@ -148,7 +149,7 @@ BUCKETS = ((256, 256), (192, 192), (192, 128), (128, 128), (96, 96), (64, 64), (
 
 
 def find_kernels() -> list[Kernel]:
-    """Every kernel of every backend here: buckets are told apart by their tile and its shared memory."""
+    """Every kernel of every backend here, told apart by bucket, tile and shared memory."""
     kernels = {}
     for backend in BACKENDS:
         for dtype in DTYPES:
@@ -158,7 +159,8 @@ def find_kernels() -> list[Kernel]:
                     planned = plan(backend, dtype, *dims, tile=tile, **options)
                     if isinstance(planned, str):
                         continue
-                    shape = tuple(planned["tile"]), planned["smem_bytes"], planned["stages"]
+                    bucket = planned["why"].partition(" holds")[0]
+                    shape = bucket, tuple(planned["tile"]), planned["smem_bytes"], planned["stages"]
                     kernel = Kernel(backend, dtype, *dims, tile, modified)
                     kernels.setdefault((backend, dtype, modified, *shape), kernel)
     return list(kernels.values())
