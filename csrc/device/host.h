@@ -1,6 +1,8 @@
 // What the host sides of the CUDA backends share.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,6 +14,11 @@
 #include "device/tile_scheduler.cuh"
 
 namespace flash_ext::device {
+
+template <typename Element>
+constexpr DType kDType = DType::kFloat16;
+template <>
+inline constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
 
 constexpr int64_t kMaxLength = int64_t{1}
                                << 28;  // of a sequence: row and key arithmetic is in int32
@@ -146,7 +153,10 @@ void fill_params(const Problem& p, const FwdTensors& t, int block_m, Params& par
   params.window_left = clamp_window(p.window_left),
   params.window_right = clamp_window(p.window_right);
   params.softmax_scale = static_cast<float>(p.softmax_scale);
-  params.softmax_scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
+  const double scale = is_modified(p) ? 1 : p.softmax_scale;  // of what the softmax sees
+  params.score_scale = static_cast<float>(scale);
+  params.score_scale_log2 = static_cast<float>(scale * 1.4426950408889634);
+  params.score_options = score_options(p, t);
 }
 
 inline Status alloc(const Device* device, uint64_t bytes, void* stream, void** out) {
@@ -158,6 +168,26 @@ inline Status alloc(const Device* device, uint64_t bytes, void* stream, void** o
 inline Status free(const Device* device, void* data, void* stream) {
   const DeviceGuard guard(device->ordinal);
   return cuda_status(cudaFreeAsync(data, static_cast<cudaStream_t>(stream)), "the workspace");
+}
+
+// The table of a CUDA backend: the rest of it is the same for all.
+constexpr Backend make_backend(const char* name, const char* build,
+                               decltype(Backend::why_not) why_not, decltype(Backend::plan) plan,
+                               decltype(Backend::fwd) fwd, decltype(Backend::bwd) bwd) {
+  return {kAbiVersion,
+          sizeof(Problem),
+          sizeof(Plan),
+          sizeof(FwdTensors),
+          sizeof(BwdTensors),
+          sizeof(Call),
+          name,
+          build,
+          why_not,
+          plan,
+          fwd,
+          bwd,
+          &alloc,
+          &free};
 }
 
 }  // namespace flash_ext::device

@@ -34,6 +34,12 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A consumer is done with a buffer. One arrival a warp: the MMAs of a warp group complete warp by
+// warp.
+__device__ __forceinline__ void release(uint64_t& barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
+}
+
 // One arrival that also announces bytes still to come by TMA.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   jitter();

@@ -14,11 +14,6 @@ constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 
 // ---- instances --------------------------------------------------------------------------------
 
-template <typename Element>
-constexpr DType kDType = DType::kFloat16;
-template <>
-constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
-
 struct Instance {
   DType dtype;
   int head_dim, block_m, block_n, stages;
@@ -137,11 +132,7 @@ FwdParams make_params(const Problem& p, const FwdTensors& t, const Instance& ins
   fill_params(p, t, instance.block_m, params);
   params.q = t.q, params.k = t.k, params.v = t.v, params.out = t.out;
   params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v, params.out_stride = p.out;
-  const double scale = is_modified(p) ? 1 : p.softmax_scale;
-  params.score_scale = static_cast<float>(scale);
-  params.score_scale_log2 = static_cast<float>(scale * 1.4426950408889634);
   params.score_slack = 8 / params.score_scale_log2;
-  params.score_options = score_options(p, t);
   params.head_dim = p.head_dim, params.head_dim_v = p.head_dim_v;
   return params;
 }
@@ -167,9 +158,7 @@ Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) 
 
 FLASH_EXT_EXPORT const flash_ext::Backend* flash_ext_backend() {
   using namespace flash_ext;
-  static constexpr Backend backend{
-      kAbiVersion,  sizeof(Problem), sizeof(Plan),  sizeof(FwdTensors), sizeof(BwdTensors),
-      sizeof(Call), "fa2",           fa2::kBuild,   fa2::why_not,       fa2::plan,
-      fa2::fwd,     fa2::bwd,        device::alloc, device::free};
+  static constexpr Backend backend =
+      device::make_backend("fa2", fa2::kBuild, fa2::why_not, fa2::plan, fa2::fwd, fa2::bwd);
   return &backend;
 }

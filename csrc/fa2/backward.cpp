@@ -12,11 +12,6 @@ namespace {
 
 using namespace device;
 
-template <typename Element>
-constexpr DType kDType = DType::kFloat16;
-template <>
-constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
-
 struct Instance {
   DType dtype;
   int head_dim, block_m, block_n, stages;

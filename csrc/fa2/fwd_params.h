@@ -26,7 +26,7 @@ struct FwdParams {
   int batch, nheads, heads_per_kv;
   int head_dim, head_dim_v;
   int top_left, window_left, window_right;
-  float softmax_scale, softmax_scale_log2;
+  float softmax_scale;
   // Of the scores that the softmax sees: 1 where modified scores come scaled already.
   float score_scale, score_scale_log2, score_slack;
   device::ScoreOptions score_options;

@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "device/host.h"
-#include "device/tensor_map.h"
 #include "fa3/backward.h"
 #include "fa3/launch.h"
+#include "fa3/maps.h"
 
 namespace flash_ext::fa3 {
 namespace {
@@ -57,19 +57,6 @@ const Instance* find_instance(const Problem& p) {
 }
 
 // ---- what it can run --------------------------------------------------------------------------
-
-Status maps_why_not(const Problem& p) {
-  const int64_t rows_q = p.packed_q || !p.batch ? p.total_q : p.total_q / p.batch;
-  const int64_t rows_k = p.packed_k || !p.batch ? p.total_k : p.total_k / p.batch;
-  const int batch_q = p.packed_q ? 1 : p.batch, batch_k = p.packed_k ? 1 : p.batch;
-  if (can_map(p.q, rows_q, p.nheads, batch_q) && can_map(p.k, rows_k, p.nheads_k, batch_k) &&
-      can_map(p.v, rows_k, p.nheads_k, batch_k)) {
-    return ok_status();
-  }
-  return unsupported(
-      "no tensor map steps through q, k or v: a stride of 0, or a batch stride that is no multiple "
-      "of the row or head stride");
-}
 
 Status why_not(const Problem* problem) {
   const Problem& p = *problem;
@@ -134,27 +121,22 @@ Status plan(const Problem* problem, Plan* plan) {
 Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
                    FwdParams* params) {
   fill_params(p, t, instance.block_m, *params);
-  const double scale = is_modified(p) ? 1 : p.softmax_scale;
-  params->score_scale = static_cast<float>(scale);
-  params->score_scale_log2 = static_cast<float>(scale * 1.4426950408889634);
-  params->score_options = score_options(p, t);
   params->out = t.out, params->out_stride = p.out, params->head_dim_v = p.head_dim_v;
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
-  const int64_t rows_q = p.packed_q ? p.total_q : params->seqlen_q,
-                rows_k = std::max<int64_t>(1, p.packed_k ? p.total_k : params->seqlen_k);
-  const int batch_q = p.packed_q ? 1 : p.batch, batch_k = p.packed_k ? 1 : p.batch;
+  const Extent q = queries(p), kv = keys(p);
+  const int64_t rows_k = std::max<int64_t>(1, kv.rows);
   if (!tensor_map_encoder())
     return make_status(Code::kCudaError,
                        "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
   const void* k =
       p.total_k ? t.k : t.q;  // without keys no block is loaded, but a map must be valid
   const void* v = p.total_k ? t.v : t.q;
-  const CUresult errors[] = {make_tensor_map(&params->q, bf16, t.q, p.q, rows_q, p.head_dim,
-                                             p.nheads, batch_q, instance.block_m),
-                             make_tensor_map(&params->k, bf16, k, p.k, rows_k, p.head_dim,
-                                             p.nheads_k, batch_k, instance.block_n),
+  const CUresult errors[] = {make_tensor_map(&params->q, bf16, t.q, p.q, q.rows, p.head_dim,
+                                             q.heads, q.batch, instance.block_m),
+                             make_tensor_map(&params->k, bf16, k, p.k, rows_k, p.head_dim, kv.heads,
+                                             kv.batch, instance.block_n),
                              make_tensor_map(&params->v, bf16, v, p.v, rows_k, p.head_dim_v,
-                                             p.nheads_k, batch_k, instance.block_n)};
+                                             kv.heads, kv.batch, instance.block_n)};
   for (const CUresult error : errors) {
     if (error != CUDA_SUCCESS)
       return make_status(Code::kCudaError, "cuTensorMapEncodeTiled: error %d",
@@ -192,9 +174,7 @@ Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) 
 
 FLASH_EXT_EXPORT const flash_ext::Backend* flash_ext_backend() {
   using namespace flash_ext;
-  static constexpr Backend backend{
-      kAbiVersion,  sizeof(Problem), sizeof(Plan),  sizeof(FwdTensors), sizeof(BwdTensors),
-      sizeof(Call), "fa3",           fa3::kBuild,   fa3::why_not,       fa3::plan,
-      fa3::fwd,     fa3::bwd,        device::alloc, device::free};
+  static constexpr Backend backend =
+      device::make_backend("fa3", fa3::kBuild, fa3::why_not, fa3::plan, fa3::fwd, fa3::bwd);
   return &backend;
 }

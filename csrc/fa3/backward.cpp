@@ -6,6 +6,7 @@
 
 #include "device/host.h"
 #include "fa3/launch.h"
+#include "fa3/maps.h"
 
 namespace flash_ext::fa3 {
 namespace {
@@ -58,25 +59,6 @@ const Instance* find_instance(const Problem& p) {
 }
 
 // ---- tensors ----------------------------------------------------------------------------------
-
-// Of a padded or packed tensor.
-struct Extent {
-  int64_t rows;  // of a batch, or all when packed
-  int heads, batch;
-};
-
-Extent queries(const Problem& p) {
-  const int64_t rows = p.packed_q ? p.total_q : padded_length(false, p.total_q, p.batch);
-  return {rows, p.nheads, p.packed_q ? 1 : p.batch};
-}
-Extent keys(const Problem& p) {
-  const int64_t rows = p.packed_k ? p.total_k : padded_length(false, p.total_k, p.batch);
-  return {rows, p.nheads_k, p.packed_k ? 1 : p.batch};
-}
-
-bool mappable(const Strides& stride, const Extent& of) {
-  return can_map(stride, of.rows, of.heads, of.batch);
-}
 
 bool is_aligned(const Strides& stride, const Extent& of) {
   return (of.batch <= 1 || stride.batch % 8 == 0) && (of.rows <= 1 || stride.row % 8 == 0) &&
@@ -174,11 +156,8 @@ Status backward_why_not(const Problem& p) {
                        "(up to 256)",
                        p.head_dim, p.head_dim_v);
   }
-  if (!mappable(p.q, queries(p)) || !mappable(p.k, keys(p)) || !mappable(p.v, keys(p))) {
-    return unsupported(
-        "no tensor map steps through q, k or v: a stride of 0, or a batch stride that is no "
-        "multiple of the row or head stride");
-  }
+  const Status mapped = maps_why_not(p);
+  if (!mapped.ok()) return mapped;
   if (!mappable(p.dk, keys(p)) || !mappable(p.dv, keys(p)) || !is_aligned(p.dq, queries(p)) ||
       !is_aligned(p.dk, keys(p)) || !is_aligned(p.dv, keys(p))) {
     return unsupported(

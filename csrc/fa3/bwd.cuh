@@ -38,11 +38,6 @@ struct BwdConsumer {
   __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
 
-  // One arrival a warp: the MMAs of a warp group complete warp by warp.
-  static __device__ __forceinline__ void release(uint64_t& barrier) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
-  }
-
   // c = A B^T of this warp group's 64 rows of a (K, V) and the kBlockM rows of b (Q, dO).
   template <int kColumns>
   __device__ __forceinline__ void issue_scores(float (&c)[kS], uint32_t a, uint32_t b) const {

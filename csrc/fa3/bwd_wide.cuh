@@ -93,11 +93,6 @@ struct BwdWideConsumer {
     for (int slab = 0; slab < kCount; ++slab) wgmma_own(c[slab]);
   }
 
-  // One arrival a warp: the MMAs of a warp group complete warp by warp.
-  static __device__ __forceinline__ void release(uint64_t& barrier) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
-  }
-
   // c = A B^T of the kBlockM rows of a (Q, dO) and this warp group's keys of b (K, V).
   template <int kColumns>
   __device__ __forceinline__ void issue_scores(float (&c)[kS], uint32_t a, uint32_t b) const {

@@ -46,10 +46,6 @@ struct Consumer {
     named_barrier_arrive(kTurnBarrier + (group + 1 == Traits::kConsumers ? 0 : group + 1), 256);
   }
 
-  // One arrival a warp: the MMAs of a warp group complete warp by warp.
-  static __device__ __forceinline__ void release(uint64_t& barrier) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&barrier));
-  }
   using QRing = RingPosition<Traits::kQStages>;
   __device__ __forceinline__ void wait_q() const {
     const QRing ring(tile);

@@ -27,7 +27,7 @@ struct FwdParams {
   int seqlen_q, seqlen_k;     // padded lengths
   int batch, nheads, heads_per_kv;
   int top_left, window_left, window_right;
-  float softmax_scale, softmax_scale_log2;
+  float softmax_scale;
   float score_scale, score_scale_log2;  // of what the softmax sees: 1 when scores are modified
   device::ScoreOptions score_options;
 };

@@ -10,11 +10,6 @@
 
 namespace flash_ext::fa3 {
 
-template <typename Element>
-constexpr DType kDType = DType::kFloat16;
-template <>
-inline constexpr DType kDType<__nv_bfloat16> = DType::kBFloat16;
-
 // Returns cudaGetLastError's answer; the device is the current one.
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages,
           int kQStages, bool kModified>
