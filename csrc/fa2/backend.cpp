@@ -91,10 +91,7 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) {
-    const Status plain = plain_why_not(p);
-    return plain.ok() ? backward_why_not(p) : plain;
-  }
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
