@@ -29,7 +29,7 @@ test: build
 
 # The GPU suite on what is built; it builds nothing.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+	PYTHONPATH=. $(PYTHON) tests/gpu/run.py $(ARGS)
 
 # Libraries with late waits, and with a planted fault each; built here, tried on a GPU (tests/README.md).
 jitter mutants: build

@@ -67,6 +67,40 @@ def run(
     return results
 
 
+class Expected:
+    """What a call must give, and how far plain PyTorch is from it: made once, for every call of the same inputs."""
+
+    def __init__(
+        self,
+        inputs: dict[str, Tensor],
+        options: dict,
+        dout: Tensor | None = None,
+        d_lse: Tensor | None = None,
+    ) -> None:
+        self.inputs, self.options, self.gradients = inputs, options, (dout, d_lse)
+        dtype = inputs["q"].dtype
+        self.want = run(in_dtype(torch.float64), inputs, options, dout, d_lse)
+        self.baseline = run(in_dtype(dtype), inputs, options, dout, d_lse)
+        if dtype.itemsize == 2:  # what is accumulated in float32 is held to float32
+            self.baseline["lse"] = run(in_dtype(torch.float32), inputs, options)["lse"]
+        self.floors = floors_of(inputs, options, self.want, dout)
+
+    def hold(self, function: Callable, **more) -> Results:
+        """Run `function`, with more options, and fail where it is further away than the rule allows. Returns its results."""
+        q = self.inputs["q"]
+        packed_q, packed_k = (f"cu_seqlens_{x}" in self.options for x in "qk")
+        got = run(function, self.inputs, self.options | more, *self.gradients)
+        assert got["out"].dtype == q.dtype and got["out"].is_contiguous()
+        assert got["lse"].dtype == accumulator(q.dtype) and got["lse"].is_contiguous()
+        for name, tensor in got.items():
+            want = self.want[name]
+            assert tensor.shape == want.shape, f"{name}: {tuple(tensor.shape)}, not {tuple(want.shape)}"
+            is_packed = packed_k if name in ("d_k", "d_v") else packed_q
+            views = (per_head(name, x, is_packed) for x in (tensor, want, self.baseline[name]))
+            assert_within(name, *views, rounding=ROUNDING[tensor.dtype], floor=self.floors.get(name, 0.0))
+        return got
+
+
 def check(
     inputs: dict[str, Tensor],
     options: dict,
@@ -74,25 +108,8 @@ def check(
     d_lse: Tensor | None = None,
     function: Callable = fwd,
 ) -> Results:
-    """Run `function` and fail where it is further from the reference than the rule allows. Returns its results."""
-    q = inputs["q"]
-    packed = options.get("cu_seqlens_q") is not None, options.get("cu_seqlens_k") is not None
-    got = run(function, inputs, options, dout, d_lse)
-    want = run(in_dtype(torch.float64), inputs, options, dout, d_lse)
-    baseline = run(in_dtype(q.dtype), inputs, options, dout, d_lse)
-    if q.dtype.itemsize == 2:  # what is accumulated in float32 is held to float32
-        baseline["lse"] = run(in_dtype(torch.float32), inputs, options)["lse"]
-    assert got["out"].dtype == q.dtype and got["out"].is_contiguous()
-    assert got["lse"].dtype == accumulator(q.dtype) and got["lse"].is_contiguous()
-    floors = floors_of(inputs, options, want, dout)
-    for name, tensor in got.items():
-        assert tensor.shape == want[name].shape, (
-            f"{name}: {tuple(tensor.shape)}, not {tuple(want[name].shape)}"
-        )
-        is_packed = packed[name in ("d_k", "d_v")]
-        views = (per_head(name, x, is_packed) for x in (tensor, want[name], baseline[name]))
-        assert_within(name, *views, rounding=ROUNDING[tensor.dtype], floor=floors.get(name, 0.0))
-    return got
+    """One call of `function`, held against what is expected of it."""
+    return Expected(inputs, options, dout, d_lse).hold(function)
 
 
 def floors_of(

@@ -1,10 +1,11 @@
 """Plants faults into the kernels, one at a time, and shows that a named test of tests/gpu catches each.
 
-  python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, bfloat16 kernels only; needs no GPU
+  python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, with a few kernels; needs no GPU
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
   python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits (every kernel)
 
-FLASH_EXT_CUDA_ARCHS defaults to 90. "control" is the unchanged source, which must pass every named test.
+FLASH_EXT_CUDA_ARCHS defaults to 90. A "control" is the unchanged
+source, which must pass every named test of its backend.
 """
 
 import os
@@ -39,6 +40,16 @@ class Mutant(NamedTuple):
             return self.file[:3]
         return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
 
+    def needs(self, instance: str) -> bool:
+        """Whether an instance of the backend's table serves its test: a few show a fault as well as all."""
+        kernel, element, head_dim, *_ = instance.partition("(")[2].rstrip(")\n").split(", ")
+        dtype = "__half" if self.backend == "fa1" else "__nv_bfloat16"
+        if element != dtype or head_dim not in ("64", "128", "256" if self.file == WIDE else ""):
+            return False
+        backward = "bwd" in self.file or self.test in BACKWARD
+        modified = self.test in (MODIFIED, "")
+        return ("bwd" not in kernel or backward) and ("kModified" not in instance or modified)
+
 
 NEEDLE, MASK = "test_gpu_needle.py::test_every_key_is_found", "test_gpu_needle.py::test_edges_of_the_mask"
 RULE, NUMBERS = "test_gpu_rule.py::test_problem", "test_gpu_numbers.py::test_hard_numbers"
@@ -58,6 +69,7 @@ BWD_MASK = "test_gpu_needle.py::test_edges_of_the_mask_backward"
 BWD_GUARDS = "test_gpu_memory.py::test_guard_bands_backward"
 BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequences"
 SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
+BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
 
 FA2_BWD, FA2_WORK = "fa2/bwd.cuh", "fa2/bwd_work.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
@@ -211,7 +223,7 @@ MUTANTS = [
         ("fa2: dK past the end is written", BWD_GUARDS, "fa2/bwd_output.cuh", "j >= length", "j > length"),
     ]
 ]
-CONTROL = Mutant("control", "", "", "", "")
+CONTROLS = [Mutant("control of fa2", "", FA2_BWD, "", ""), Mutant("control of fa3", "", WIDE, "", "")]
 
 
 def slug(name: str) -> str:
@@ -229,11 +241,8 @@ def plant(csrc: Path, mutant: Mutant) -> None:
         (csrc / file).write_text(text.replace(old, new))
 
 
-def build(folder: Path, mutant: Mutant, backends: list[str], keep: str = "") -> None:
-    """A copy of the package in `folder`, its backends built from sources with the fault.
-
-    keep: only the instances whose line holds this text.
-    """
+def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instance: True) -> None:
+    """A copy of the package in `folder`, with these instances of its backends and the fault."""
     shutil.rmtree(folder, ignore_errors=True)
     without = shutil.ignore_patterns("__pycache__", "lib", "*.so")
     for name in ("csrc", "flash_ext", "tools"):
@@ -245,7 +254,8 @@ def build(folder: Path, mutant: Mutant, backends: list[str], keep: str = "") -> 
     plant(folder / "csrc", mutant)
     for table in folder.glob("csrc/*/instances.inc"):
         lines = table.read_text().splitlines(keepends=True)
-        table.write_text("".join(line for line in lines if not line.startswith("INSTANCE") or keep in line))
+        kept = (line for line in lines if not line.startswith("INSTANCE") or needs(line))
+        table.write_text("".join(kept))
     cutlass = toolchain.find_cutlass().parent
     environment = {"FLASH_EXT_CUDA_ARCHS": "90", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
     for backend in backends:
@@ -257,14 +267,15 @@ def build(folder: Path, mutant: Mutant, backends: list[str], keep: str = "") -> 
 
 def run(mutant: Mutant) -> bool:
     """Prints a line about it; whether it went as it must."""
-    names = {m.test for m in MUTANTS} if mutant is CONTROL else {mutant.test}
+    is_control = not mutant.test
+    names = {m.test for m in MUTANTS if m.backend == mutant.backend} if is_control else {mutant.test}
     tests = [f"{ROOT}/tests/gpu/{name}" for name in sorted(names)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *tests]
     start, environment = time.monotonic(), os.environ | {"OMP_NUM_THREADS": "2"}  # several run side by side
     # Run in its folder, Python finds the mutant's package before any other.
     folder = FOLDER / slug(mutant.name)
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    expected = 0 if mutant is CONTROL else 1  # pytest's code for "tests ran and some failed"
+    expected = 0 if is_control else 1  # pytest's code for "tests ran and some failed"
     outcome = {0: "passed", 1: "caught"}.get(ran.returncode, f"broken (pytest's exit code {ran.returncode})")
     said = next((line for line in ran.stdout.splitlines() if line.startswith("FAILED")), "")
     said = said.rpartition("tests/gpu/")[2] or " ".join(ran.stdout.strip().splitlines()[-1:])
@@ -277,16 +288,16 @@ def main() -> int:
     mode, *names = sys.argv[1:] or ["help"]
     wanted = [
         mutant
-        for mutant in (CONTROL, *MUTANTS)
+        for mutant in (*CONTROLS, *MUTANTS)
         if not names or mutant.name in names or slug(mutant.name) in names
     ]
     if mode == "jitter":
         backends = [path.stem for path in (ROOT / "flash_ext/lib").glob("fa?.so")]
-        build(ROOT / "build/jitter", CONTROL._replace(late=True), backends)
+        build(ROOT / "build/jitter", CONTROLS[0]._replace(late=True), backends)
     elif mode == "build":
         for mutant in wanted:
             print(mutant.name, flush=True)
-            build(FOLDER / slug(mutant.name), mutant, [mutant.backend], keep="bfloat16")
+            build(FOLDER / slug(mutant.name), mutant, [mutant.backend], mutant.needs)
     elif mode == "run":
         with ThreadPoolExecutor(max_workers=min(12, os.cpu_count() or 1)) as pool:
             results = list(pool.map(run, wanted))

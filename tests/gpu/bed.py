@@ -114,32 +114,39 @@ class Kernel(NamedTuple):
             return options | {"alibi_slopes": torch.zeros(q.shape[-2], device=q.device)}
         return options
 
-    def check(self, inputs: dict[str, Tensor], options: dict) -> compare.Results:
-        """One call, held against float64; with few CTAs it must give the same bits."""
-        got = compare.check(inputs, options, function=self.forward)
+    def check(
+        self,
+        inputs: dict[str, Tensor],
+        options: dict,
+        dout: Tensor | None = None,
+        d_lse: Tensor | None = None,
+    ) -> compare.Results:
+        """One call, held against float64; with few CTAs it must give the same bits.
+
+        With dout, and where the backend has gradients, those through out and lse too.
+        """
+        with_gradients = dout is not None and self.has_backward
+        expected = compare.Expected(inputs, options, *((dout, d_lse) if with_gradients else ()))
+        got = expected.hold(self.forward)
         for max_ctas in FEW_CTAS:
             assert_same(self.forward(**inputs, **options, max_ctas=max_ctas), (got["out"], got["lse"]))
         CHECKED[self.backend] += 1
+        if with_gradients:
+            self.check_same_gradients(expected)
         return got
 
-    def check_gradients(
-        self, inputs: dict[str, Tensor], options: dict, dout: Tensor, d_lse: Tensor | None = None
-    ) -> None:
-        """The gradients through out and lse, against float64; deterministic ones the same with few CTAs."""
-        compare.check(inputs, options, dout, d_lse, function=self.forward)
-        options = options | {"deterministic": True}
-        got = compare.check(inputs, options, dout, d_lse, function=self.forward)
+    def check_same_gradients(self, expected: compare.Expected) -> None:
+        """Deterministic gradients are right, and the same with few CTAs."""
+        got = expected.hold(self.forward, deterministic=True)
+        options = expected.options | {"deterministic": True}
         for max_ctas in FEW_CTAS:
             with forced(max_ctas=max_ctas):  # autograd calls the backward, on a thread of its own
-                again = compare.run(self.forward, inputs, options, dout, d_lse)
+                again = compare.run(self.forward, expected.inputs, options, *expected.gradients)
             assert_same(tuple(again.values()), tuple(got.values()), tuple(got))
         CHECKED[f"{self.backend} backward"] += 1
 
     def check_problem(self, **problem) -> None:
-        inputs, options, dout, d_lse = self.fits(**problem).tensors(DEVICE)
-        self.check(inputs, options)
-        if self.has_backward:
-            self.check_gradients(inputs, options, dout, d_lse)
+        self.check(*self.fits(**problem).tensors(DEVICE))
 
 
 CHECKED: Counter[str] = Counter()  # backend -> calls held against float64

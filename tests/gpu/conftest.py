@@ -9,11 +9,18 @@ import torch
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="0/1", metavar="I/N", help="every N-th GPU test from the I-th on")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--part", "0/1").split("/"))
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in mine:
+        item.add_marker(pytest.mark.gpu)
+    left_out = {item for i, item in enumerate(mine) if i % parts != part}
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header():

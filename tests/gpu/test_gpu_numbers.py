@@ -63,10 +63,10 @@ HARD = {
 def test_hard_numbers(name, kernel):
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K)
     HARD[name](q, k, v)
-    kernel.check({"q": q, "k": k, "v": v}, {})
-    if kernel.has_backward and name in ("outliers", "equal scores", "equal scores far down"):
+    dout = None
+    if name in ("outliers", "equal scores", "equal scores far down"):
         dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
-        kernel.check_gradients({"q": q, "k": k, "v": v}, {}, dout)
+    kernel.check({"q": q, "k": k, "v": v}, {}, dout)
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)

@@ -1,0 +1,45 @@
+"""Runs the GPU suite in several processes side by side, for one alone waits for Python most of the time.
+
+  python tests/gpu/run.py [-j N] [pytest's arguments]
+
+Each process takes every N-th test (`--part` of conftest.py). The exit code is the worst of theirs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-j", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
+    options, pytest_args = parser.parse_known_args()
+    start, parts = time.monotonic(), []
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    for part in range(options.j):
+        command = [sys.executable, "-m", "pytest", str(ROOT / "tests/gpu"), "-m", "gpu", "-q", *pytest_args]
+        command += [f"--part={part}/{options.j}", "-p", "no:cacheprovider"]
+        output = tempfile.TemporaryFile("w+")
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        parts.append((process, output))
+    worst = 0
+    for part, (process, output) in enumerate(parts):
+        code = process.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+        # Of a part that passed, the summary: what stands behind the dots.
+        shown = lines if code else [line for line in lines if " passed" in line or "held against" in line]
+        print(f"---- part {part} of {options.j}", *shown, sep="\n", flush=True)
+        worst = max(worst, abs(code))
+    print(f"---- {'passed' if not worst else 'FAILED'} in {time.monotonic() - start:.0f} s")
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
