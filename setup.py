@@ -62,8 +62,9 @@ class Library(NamedTuple):
 class Plan:
     """What this build makes: `libraries` maps the dotted name of each to its recipe."""
 
-    def __init__(self, folder: Path, version: str):
+    def __init__(self, folder: Path, version: str, kernels: str = ""):
         self.folder, self.version, self.commit = folder, version, toolchain.git_commit()
+        self.kernels = kernels  # a regular expression that an instance's line must hold
         self.cxx = toolchain.find_cxx()
         try:
             line, archs, self.nvcc, self.nvcc_version = cuda_archs.choose()
@@ -128,20 +129,29 @@ class Plan:
         return libraries
 
     def instances(self, backend: str) -> list[Path]:
-        """Writes one small .cu for each line INSTANCE(header, ...) of csrc/<backend>/instances.inc."""
+        """Writes one small .cu for each line INSTANCE(header, ...) of csrc/<backend>/instances.inc.
+
+        And the table of those lines, which the backend includes.
+        """
         folder, paths = self.folder / f"instances/{backend}", []
         table = (ROOT / f"csrc/{backend}/instances.inc").read_text()
-        for line in re.findall(r"^INSTANCE\(.+\)", table, re.MULTILINE):
+        lines = [
+            line for line in re.findall(r"^INSTANCE\(.+\)", table, re.M) if re.search(self.kernels, line)
+        ]
+        if not lines:
+            toolchain.stop(f"no line of csrc/{backend}/instances.inc holds {self.kernels!r}")
+        for line in lines:
             words = re.findall(r"\w+", line)[1:]
             paths.append(folder / f"{'_'.join(words)}.cu")
             toolchain.write_if_changed(paths[-1], f'#include "{backend}/{words[0]}.cuh"\n\n{line}\n')
+        toolchain.write_if_changed(folder / "instances.inc", "\n".join(lines) + "\n")
         for left_over in set(folder.glob("*.cu")) - set(paths):
             left_over.unlink()
         return paths
 
     def ninja_file(self) -> str:
         ccache = "ccache " if shutil.which("ccache") else ""
-        include = f"-I{self.relative(ROOT / 'csrc')}"
+        include = f"-Iinstances -I{self.relative(ROOT / 'csrc')}"
         tail = "$flags -MD -MF $out.d -c $in -o $out"
         told = "\n description = $out"
         deps = f"\n depfile = $out.d\n deps = gcc{told}"
@@ -152,12 +162,13 @@ class Plan:
         ]
         if self.archs:
             nvcc = f"{self.nvcc} -ccbin {self.cxx}"
-            # What ptxas says of each kernel stays beside its object, for tools/kernel_report.py.
-            log = "> $out.log 2>&1; code=$$?; grep -v -e 'ptxas info' -e 'stack frame' $out.log; exit $$code"
+            python = shlex.quote(sys.executable)
+            nvcc = f"{ccache}{nvcc} {NVCC_FLAGS} {include}"
+            measured = f"{python} {self.relative(ROOT / 'tools/compile_kernel.py')} $out.log {nvcc}"
             cutlass = f"-isystem {self.relative(self.cutlass)}"
             lines += [
-                f"rule nvcc\n command = {ccache}{nvcc} {NVCC_FLAGS} {include} {cutlass} {tail} {log}{deps}",
-                f"rule link_nvcc\n command = {nvcc} -cudart static {link}{told}",
+                f"rule nvcc\n command = {measured} {cutlass} {tail}{deps}",
+                f"rule link_nvcc\n command = {self.nvcc} -ccbin {self.cxx} -cudart static {link}{told}",
             ]
         objects = {o for library in self.libraries.values() for o in library.objects}
         lines += [f"build {o.path}: {o.rule} {o.source}\n flags = {o.flags}" for o in sorted(objects)]
@@ -171,7 +182,8 @@ class Build(BuildExtension):
     """BuildExtension with one parallel, incremental ninja run in place of its loop over extensions."""
 
     user_options = BuildExtension.user_options + [
-        ("only=", None, "build the libraries whose name begins so and leave the others alone")
+        ("only=", None, "build the libraries whose name begins so and leave the others alone"),
+        ("kernels=", None, "with --only: build only the kernels whose line in instances.inc matches"),
     ]
 
     def __init__(self, *args, **kwargs):
@@ -179,11 +191,11 @@ class Build(BuildExtension):
 
     def initialize_options(self):
         super().initialize_options()
-        self.only = ""
+        self.only, self.kernels = "", ""
 
     def finalize_options(self):
         folder = ROOT / f"build/ninja-{sys.implementation.cache_tag}"  # fixed: pip empties its own
-        self.plan = Plan(folder, self.distribution.get_version())
+        self.plan = Plan(folder, self.distribution.get_version(), self.kernels if self.only else "")
         names = [name for name in self.plan.libraries if name.rpartition(".")[2].startswith(self.only)]
         self.distribution.ext_modules = [Extension(name, []) for name in names]
         super().finalize_options()

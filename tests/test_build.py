@@ -180,3 +180,52 @@ def test_kernel_report():
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     )
     assert "C7510" in kernel_report.faults("fa3/fwd_plain", warning)[0]
+
+
+def test_kernel_report_of_a_compilation():
+    plain = PTXAS.format(stack=0).replace("8 bytes", "0 bytes")
+    text = plain + plain.replace("sm_90a", "sm_80")
+    assert kernel_report.cost(f"{text}cost: 30.0 CPU s, 0.50 GiB\n") == (15.0, 0.5)  # two architectures
+    assert kernel_report.faults("fa2/fwd", f"{text}cost: 40.0 CPU s, 1.00 GiB\n") == []
+    for cost in ("42.0 CPU s, 0.50 GiB", "3.0 CPU s, 1.25 GiB"):
+        (fault,) = kernel_report.faults("fa2/fwd", f"{text}cost: {cost}\n")
+        assert "to compile, at most 20 s and 1.0 GiB" in fault
+
+
+SASS = """
+	code for sm_90a
+		Function : _ZN9flash_ext3fa36kernelEv
+        /*0000*/                   LDC R1, c[0x0][0x28] ;           /* 0x00000a00ff017b82 */
+        /*0010*/              @!P0 UTMALDG.4D [UR8], [UR4] ;        /* 0x00000a00ff017b82 */
+        /*0020*/              @UP1 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24 ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24 ;
+"""
+
+
+def test_kernel_report_of_instructions():
+    ((key, counter),) = kernel_report.read_instructions(SASS).items()
+    assert key == ("sm_90a", "_ZN9flash_ext3fa36kernelEv")
+    assert [kernel_report.total(counter, i) for i in ("HGMMA", "UTMALDG", "MUFU", "")] == [2, 1, 0, 4]
+    assert kernel_report.missing("fa3/fwd", *key, counter) == []
+    counter = kernel_report.Counter({"HMMA.1688.F32": 3})
+    assert kernel_report.missing("fa3/fwd", *key, counter) == [
+        "fa3/fwd on sm_90a: has no HGMMA",
+        "fa3/fwd on sm_90a: has no UTMALDG",
+    ]
+    assert kernel_report.missing("fa3/fwd", "sm_90a", "_ZN9flash_ext6device6finishEv", counter) == []
+
+
+def test_a_compilation_is_measured(tmp_path):
+    script = "import sys; print('ptxas info : fine'); print('warning: mind this'); sys.exit(3)"
+    command = [
+        sys.executable,
+        ROOT / "tools/compile_kernel.py",
+        tmp_path / "log",
+        sys.executable,
+        "-c",
+        script,
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (3, "warning: mind this\n")
+    log = (tmp_path / "log").read_text()
+    assert "ptxas info : fine" in log and kernel_report.cost(log)[1] > 0

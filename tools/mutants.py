@@ -4,7 +4,7 @@
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
   python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits (every kernel)
 
-FLASH_EXT_CUDA_ARCHS defaults to 90. A "control" is the unchanged
+FLASH_EXT_CUDA_ARCHS defaults to "90;90a". A "control" is the unchanged
 source, which must pass every named test of its backend.
 """
 
@@ -257,7 +257,7 @@ def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instan
         kept = (line for line in lines if not line.startswith("INSTANCE") or needs(line))
         table.write_text("".join(kept))
     cutlass = toolchain.find_cutlass().parent
-    environment = {"FLASH_EXT_CUDA_ARCHS": "90", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
+    environment = {"FLASH_EXT_CUDA_ARCHS": "90;90a", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
     for backend in backends:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--only={backend}"]
         subprocess.run(command, cwd=folder, env=environment, check=True)
