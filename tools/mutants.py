@@ -60,7 +60,7 @@ STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
 
 MODIFIED = "test_gpu_rule.py::test_modified_scores"
 
-FWD, TILE = "fa2/fwd.cuh", "fa2/smem_tile.cuh"
+FWD, TILE, STEP = "fa2/fwd.cuh", "fa2/smem_tile.cuh", "device/warp_rows.cuh"
 FWD3, LOAD3 = "fa3/fwd.cuh", "fa3/fwd_load.cuh"
 VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
 SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
@@ -125,11 +125,11 @@ MUTANTS = [
         (
             "step skipped at the diagonal",
             MASK,
-            FWD,
+            STEP,
             "n_begin >= visible.end(last)",
             "n_begin >= visible.end(first)",
         ),
-        ("step taken for whole", MASK, FWD, "n_end <= visible.end(first) ?", "n_end <= visible.end(last) ?"),
+        ("step taken for whole", MASK, STEP, "n_end <= visible.end(first) ?", "n_end <= visible.end(last) ?"),
         (
             "softcap without scale",
             MODIFIED,

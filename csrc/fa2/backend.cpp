@@ -124,23 +124,13 @@ Status plan(const Problem* problem, Plan* plan) {
 
 // ---- the call ---------------------------------------------------------------------------------
 
-FwdParams make_params(const Problem& p, const FwdTensors& t, const Instance& instance) {
-  FwdParams params{};
-  fill_params(p, t, instance.block_m, params);
-  params.q = t.q, params.k = t.k, params.v = t.v, params.out = t.out;
-  params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v, params.out_stride = p.out;
-  params.score_slack = 8 / params.score_scale_log2;
-  params.head_dim = p.head_dim, params.head_dim_v = p.head_dim_v;
-  return params;
-}
-
 Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) {
   Plan planned;
   const Status reason = plan(problem, &planned);
   if (!reason.ok() || planned.grid == 0) return reason;
   const Instance& instance = *find_instance(*problem);
   const DeviceGuard guard(problem->device.ordinal);
-  const FwdParams params = make_params(*problem, *tensors, instance);
+  const FwdParams params = make_fwd_params(*problem, *tensors, instance.block_m);
   return cuda_status(instance.launch(params, planned.grid, static_cast<cudaStream_t>(call->stream)),
                      "the forward kernel");
 }

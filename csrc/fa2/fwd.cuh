@@ -20,6 +20,7 @@
 #include "device/modify.cuh"
 #include "device/ptx.cuh"
 #include "device/softmax.cuh"
+#include "device/warp_rows.cuh"
 #include "fa2/launch.h"
 #include "fa2/smem_tile.cuh"
 
@@ -58,17 +59,6 @@ struct FwdTraits {
 };
 
 // ---- the two products -------------------------------------------------------------------------
-
-// What a warp keeps of its rows.
-template <typename Traits>
-struct WarpRows {
-  float o[Traits::kMTiles][4 * Traits::kDTiles];
-  LazySoftmax softmax[Traits::kMTiles];
-  bool all_set;  // all rows of the warp have a reference
-};
-
-template <typename Traits>
-using Scores = float[Traits::kMTiles][4 * Traits::kNTiles];
 
 // S = Q K^T - reference; of modified scores Q K^T alone. q, k: this lane's ldmatrix addresses of
 // the warp's rows and of the first key.
@@ -118,69 +108,6 @@ __device__ __forceinline__ void multiply_pv(WarpRows<Traits>& rows,
 
 // ---- one step ---------------------------------------------------------------------------------
 
-// The warp's first row in its sequence; from one lane, so that the compiler sees that it is the
-// same for all: branches on it then need no reconvergence.
-template <typename Traits>
-__device__ __forceinline__ int warp_row(const Work& work) {
-  const int warp = __shfl_sync(0xffffffffu, fresh_thread_index() / 32, 0);
-  return work.m_block * Traits::kBlockM + warp * Traits::kWarpRows;
-}
-// This lane's first row.
-template <typename Traits>
-__device__ __forceinline__ int lane_row(const Work& work) {
-  const uint32_t thread = fresh_thread_index();
-  return work.m_block * Traits::kBlockM + thread / 32 * Traits::kWarpRows + thread % 32 / 4;
-}
-
-// How the warp's rows see the keys of a step.
-enum class View { kNone, kPart, kWhole };
-
-template <typename Traits>
-__device__ __forceinline__ View view(const Work& work, int n_begin) {
-  const int first = warp_row<Traits>(work), last = first + Traits::kWarpRows - 1;
-  const int n_end = n_begin + Traits::kStepN;
-  const Visible& visible = work.visible;
-  if (n_begin >= visible.end(last) || n_end <= visible.begin(first)) return View::kNone;
-  return n_begin >= visible.begin(last) && n_end <= visible.end(first) ? View::kWhole : View::kPart;
-}
-
-// Q K^T becomes modified scores, relative to the reference.
-template <typename Traits>
-__device__ __forceinline__ void modify(Scores<Traits>& s, const WarpRows<Traits>& rows,
-                                       const Work& work, const Modifier& modifier, int n_begin) {
-  const int row = lane_row<Traits>(work);
-#pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) {
-    modify_scores(s[m], modifier, work.visible, row + 16 * m, n_begin);
-    rows.softmax[m].subtract(s[m]);
-  }
-}
-
-template <typename Traits>
-__device__ __forceinline__ void mask(Scores<Traits>& s, const Work& work, int n_begin) {
-  const int row = lane_row<Traits>(work);
-#pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) apply_mask(s[m], work.visible, row + 16 * m, n_begin);
-}
-
-// Takes references that scores have passed, or that are not set yet, above them.
-template <typename Traits>
-__device__ __forceinline__ void keep_below_reference(Scores<Traits>& s, WarpRows<Traits>& rows,
-                                                     float scale_log2, float slack) {
-  bool passes = !rows.all_set;
-#pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) passes |= LazySoftmax::passes(s[m]);
-  if (!__any_sync(0xffffffffu, passes)) return;
-  bool all_set = true;
-#pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) {
-    float rescale[2];
-    all_set &= rows.softmax[m].raise(s[m], scale_log2, slack, rescale);
-    rescale_rows(rows.o[m], rescale);
-  }
-  rows.all_set = __all_sync(0xffffffffu, all_set);
-}
-
 // P = exp(S), O += P V, 16 keys at a time. v: this lane's ldmatrix address of the first key.
 template <typename Traits>
 __device__ __forceinline__ void add_values(Scores<Traits>& s, WarpRows<Traits>& rows,
@@ -189,18 +116,7 @@ __device__ __forceinline__ void add_values(Scores<Traits>& s, WarpRows<Traits>& 
 #pragma unroll
   for (int k = 0; k < Traits::kStepN / 16; ++k) {
     uint32_t p[Traits::kMTiles][4];
-#pragma unroll
-    for (int m = 0; m < Traits::kMTiles; ++m) {
-      float* s16 = &s[m][8 * k];
-      rows.softmax[m].exponentiate(s16, scale_log2);
-      if constexpr (Traits::kModified) {
-        if (modifier.drop_below != 0)
-          drop(s16, modifier, lane_row<Traits>(work) + 16 * m, n_begin + 16 * k);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        p[m][i] = pack<typename Traits::Element>(s16[2 * i], s16[2 * i + 1]);
-    }
+    exponentiate<Traits>(s, rows, work, modifier, n_begin, k, scale_log2, p);
     multiply_pv<Traits>(rows, p, v + k * 16 * Traits::kRowBytes);
   }
 }
@@ -255,15 +171,6 @@ __device__ __forceinline__ void write_tile(const FwdParams& params, const Work& 
   }
 }
 
-// Rows [0, end) of a sequence, of one head.
-template <typename Element>
-__device__ __forceinline__ Rows rows_of(const void* tensor, const Strides& stride, int batch,
-                                        int64_t row, int head, int end, int dim) {
-  const auto* first = static_cast<const Element*>(tensor) + batch * stride.batch +
-                      row * stride.row + head * stride.head;
-  return {reinterpret_cast<const char*>(first), stride.row * int64_t{sizeof(Element)}, end, dim};
-}
-
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     fwd_kernel(const __grid_constant__ FwdParams params) {
@@ -274,7 +181,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
   // has none to spare.
   __shared__ Work work;
   __shared__ Modifier modifier;
-  __shared__ Rows q, k, v;
+  __shared__ MatrixRows q, k, v;
 
   for (uint32_t tile = blockIdx.x; tile < params.scheduler.num_tiles; tile += gridDim.x) {
     block_barrier();  // the tile before has left Q's buffer, the last stage and its work
@@ -285,12 +192,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
       }
       const int kv_head = work.head / params.heads_per_kv,
                 batch_k = params.cu_seqlens_k ? 0 : work.sequence;
-      q = rows_of<Element>(params.q, params.q_stride, work.batch_q, work.q_row, work.head,
-                           work.used_rows, params.head_dim);
-      k = rows_of<Element>(params.k, params.k_stride, batch_k, work.k_row, kv_head,
-                           work.visible.seqlen_k, params.head_dim);
-      v = rows_of<Element>(params.v, params.v_stride, batch_k, work.k_row, kv_head,
-                           work.visible.seqlen_k, params.head_dim_v);
+      q = matrix_rows<Element>(params.q, params.q_stride, work.batch_q, work.q_row, work.head,
+                               work.used_rows, params.head_dim);
+      k = matrix_rows<Element>(params.k, params.k_stride, batch_k, work.k_row, kv_head,
+                               work.visible.seqlen_k, params.head_dim);
+      v = matrix_rows<Element>(params.v, params.v_stride, batch_k, work.k_row, kv_head,
+                               work.visible.seqlen_k, params.head_dim_v);
     }
     block_barrier();
     if (work.m_block * Traits::kBlockM >= work.rows) continue;

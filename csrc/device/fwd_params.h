@@ -1,13 +1,11 @@
-// What the host tells the forward kernel: the Problem, made ready for the device.
+// What the host tells an mma.sync forward: the Problem, made ready for the device.
 #pragma once
 
 #include <cstdint>
 
-#include "core/problem.h"
-#include "device/score_options.h"
-#include "device/tile_scheduler.cuh"
+#include "device/host.h"
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 struct FwdParams {
   const void* q;       // (batch, seqlen_q, nheads, head_dim) or (total_q, nheads, head_dim)
@@ -20,16 +18,26 @@ struct FwdParams {
   const int32_t* seqused_q;     // null: all rows are used
   const int32_t* seqused_k;
   Strides q_stride, k_stride, v_stride, out_stride;  // elements
-  device::TileScheduler scheduler;
-  device::PackedRows rows_q;  // cu_seqlens is null: padded queries
-  int seqlen_q, seqlen_k;     // padded lengths
+  TileScheduler scheduler;
+  PackedRows rows_q;       // cu_seqlens is null: padded queries
+  int seqlen_q, seqlen_k;  // padded lengths
   int batch, nheads, heads_per_kv;
   int head_dim, head_dim_v;
   int top_left, window_left, window_right;
   float softmax_scale;
   // Of the scores that the softmax sees: 1 where modified scores come scaled already.
   float score_scale, score_scale_log2, score_slack;
-  device::ScoreOptions score_options;
+  ScoreOptions score_options;
 };
 
-}  // namespace flash_ext::fa2
+inline FwdParams make_fwd_params(const Problem& p, const FwdTensors& t, int block_m) {
+  FwdParams params{};
+  fill_params(p, t, block_m, params);
+  params.q = t.q, params.k = t.k, params.v = t.v, params.out = t.out;
+  params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v, params.out_stride = p.out;
+  params.score_slack = 8 / params.score_scale_log2;
+  params.head_dim = p.head_dim, params.head_dim_v = p.head_dim_v;
+  return params;
+}
+
+}  // namespace flash_ext::device
