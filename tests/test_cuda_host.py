@@ -51,8 +51,6 @@ def not_built(name):
 REASONS = [
     ("fa3", halves(), {"device": "sm_80"}, "it runs on compute capability 9.0 only, this card has 8.0"),
     ("fa2", halves(), {"device": "sm_75"}, "it needs compute capability 8.0 or newer, this card has 7.5"),
-    ("fa3", halves(), {"softcap": 5.0, "backward": True}, "softcap has no gradients yet"),
-    ("fa2", halves(), {"dropout_p": 0.1, "backward": True}, "dropout has no gradients yet"),
     ("fa3", halves(seqlen=2**28, nheads=1, batch=1), {}, "a sequence must be shorter than 2^28"),
 ]  # fmt: skip
 
@@ -142,6 +140,13 @@ def test_plans_of_fa3_backward():
     )
     wide = flash_ext.plan(*halves(head_dim=192, head_dim_v=128), device="sm_90", version="fa3", backward=True)
     assert wide.tile == (64, 96)
+    modified = flash_ext.plan(
+        *halves(head_dim=256), device="sm_90", version="fa3", backward=True, softcap=5.0
+    )
+    assert modified.tile == (64, 64)
+    assert (
+        "bucket 96" in flash_ext.plan(*halves(head_dim=72), device="sm_90", version="fa3", backward=True).why
+    )
     assert flash_ext.plan(*halves(head_dim=256), device="sm_90", version="fa3", backward=True).tile == (
         64,
         80,

@@ -73,6 +73,7 @@ BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
 
 FA2_BWD, FA2_WORK = "fa2/bwd.cuh", "fa2/bwd_work.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
+TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
 
 MUTANTS = [
     Mutant(*row)
@@ -183,6 +184,27 @@ MUTANTS = [
         ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
         ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
         ("dK not scaled", RULE, BWD, "smem.k, dk, params.softmax_scale)", "smem.k, dk, 1.f)"),
+        ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
+        ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
+        (
+            "slope of the group's first head",
+            MODIFIED,
+            TRAITS,
+            "params.heads_per_kv + member;\n  return",
+            "params.heads_per_kv;\n  return",
+        ),
+        ("dropout of the group's first head", MODIFIED, TRAITS, "modifier.head += member;", ""),
+        ("softcap's derivative left out", MODIFIED, BWD_MODIFY, "dp[i] *= fmaf(-t, t, 1.f);", ""),
+        ("dP of dropped ones", MODIFIED, BWD_MODIFY, "drop ? 0.f : dp[i] * kept_scale", "dp[i] * kept_scale"),
+        (
+            "alibi's distance not negated",
+            MODIFIED,
+            BWD_MODIFY,
+            "row - column - distance",
+            "row - column + distance",
+        ),
+        ("dropout of the queries before", MODIFIED, BWD_MODIFY, "kTransposed ? 16 * block : 0", "0"),
+        ("wide: dropped P in dV", MODIFIED, WIDE, "    drop(s, kept);\n", ""),
         ("d_lse ignored", RULE, ROWS, "delta -= params.d_lse[lse_row + row]", "delta -= 0.f"),
         ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),
         ("dO of a spare row is read", BWD_ISOLATION, ROWS, "row < tile.used;", "row < tile.rows;"),

@@ -58,14 +58,6 @@ inline Status common_why_not(const Problem& p) {
   return ok_status();
 }
 
-// For a pass without kernels of modified scores.
-inline Status plain_why_not(const Problem& p) {
-  if (p.softcap > 0) return unsupported("softcap has no gradients yet");
-  if (p.has_alibi) return unsupported("alibi_slopes has no gradients yet");
-  if (p.dropout_threshold) return unsupported("dropout has no gradients yet");
-  return ok_status();
-}
-
 // Whether an instance that was found fits the card and the problem its grid.
 inline Status instance_why_not(const Problem& p, int smem_bytes, int64_t tiles) {
   if (smem_bytes > p.device.smem_optin) {

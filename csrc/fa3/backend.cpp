@@ -69,10 +69,7 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) {
-    const Status plain = plain_why_not(p);
-    return plain.ok() ? backward_why_not(p) : plain;
-  }
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
   const Status mapped = maps_why_not(p);
   if (!mapped.ok()) return mapped;
   const Instance* instance = find_instance(p);

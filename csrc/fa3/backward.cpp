@@ -19,24 +19,21 @@ struct Instance {
   DType dtype;
   int head_dim, head_dim_v, block_m, block_n, smem_bytes;
   bool is_wide;  // consumers own columns, not keys, and add dQ themselves
+  bool modified;
   cudaError_t (*launch)(const BwdParams&, int64_t grid, cudaStream_t);
 };
 
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
+constexpr Instance make_instance(bool is_wide, decltype(Instance::launch) launch) {
+  const auto smem_bytes = is_wide ? bwd_wide_smem_bytes : bwd_smem_bytes;
+  return {kDType<Element>, kHeadDim,  kHeadDimV,
+          kBlockM,         kBlockN,   smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN),
+          is_wide,         kModified, launch};
+}
+
 #define INSTANCE_fwd(...)
-#define INSTANCE_bwd(element, head_dim, head_dim_v, block_m, block_n)       \
-  {kDType<element>, head_dim,                                               \
-   head_dim_v,      block_m,                                                \
-   block_n,         bwd_smem_bytes(head_dim, head_dim_v, block_m, block_n), \
-   false,           &launch_bwd<element, head_dim, head_dim_v, block_m, block_n>},
-#define INSTANCE_bwd_wide(element, head_dim, head_dim_v, block_m, block_n) \
-  {kDType<element>,                                                        \
-   head_dim,                                                               \
-   head_dim_v,                                                             \
-   block_m,                                                                \
-   block_n,                                                                \
-   bwd_wide_smem_bytes(head_dim, head_dim_v, block_m, block_n),            \
-   true,                                                                   \
-   &launch_bwd_wide<element, head_dim, head_dim_v, block_m, block_n>},
+#define INSTANCE_bwd(...) make_instance<__VA_ARGS__>(false, &launch_bwd<__VA_ARGS__>),
+#define INSTANCE_bwd_wide(...) make_instance<__VA_ARGS__>(true, &launch_bwd_wide<__VA_ARGS__>),
 #define INSTANCE(pass, ...) INSTANCE_##pass(__VA_ARGS__)
 constexpr Instance kInstances[] = {
 #include "fa3/instances.inc"
@@ -48,7 +45,8 @@ const Instance* find_instance(const Problem& p) {
   const Instance* bucket = nullptr;
   int tile = 0;
   for (const Instance& instance : kInstances) {
-    if (instance.dtype != static_cast<DType>(p.dtype)) continue;
+    if (instance.dtype != static_cast<DType>(p.dtype) || instance.modified != is_modified(p))
+      continue;
     if (instance.head_dim < p.head_dim || instance.head_dim_v < p.head_dim_v) continue;
     if (!bucket) bucket = &instance;
     if (instance.head_dim != bucket->head_dim || instance.head_dim_v != bucket->head_dim_v)
@@ -90,7 +88,7 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
                      void* workspace, BwdParams* params) {
   WorkspaceParts parts(workspace);
   const int64_t q_tiles = make_scheduler(p, instance.block_m).num_tiles;
-  fill_bwd_rows(p, t, instance.block_m, instance.head_dim,
+  fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim),
                 1 + (instance.is_wide && !p.deterministic ? 0 : q_tiles),
                 !mappable(p.dout, queries(p)), parts, params->rows);
   params->next_tile = params->rows.counters;
@@ -103,6 +101,8 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
                   padded_length(p.packed_k, p.total_k, p.batch),
                   p.nheads_k};
   params->scheduler = make_key_scheduler(p, instance);
+  params->score_options = score_options(p, t);
+  params->nheads = p.nheads;
   params->heads_per_kv = p.nheads_k ? p.nheads / p.nheads_k : 1;
   params->top_left = p.top_left;
   params->window_left = clamp_window(p.window_left);

@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/bwd_modify.cuh"
 #include "device/ptx.cuh"
 #include "device/wgmma.cuh"
 #include "fa3/bwd_producer.cuh"
@@ -72,7 +73,8 @@ struct BwdConsumer {
   __device__ __forceinline__ void issue_dq(float (&c)[kDq]) const {
     const uint32_t ds =
         smem.ds + stage() * Traits::kDsBytes + (Traits::kSplitRows ? group * kSlabN : 0);
-    const uint32_t k = smem.k + (Traits::kSplitRows ? 0 : group * (kDq / 32) * kSlabN);
+    const int column = Traits::kSplitRows ? 0 : group * Traits::kDqColumns;
+    const uint32_t k = smem.k + column / 64 * kSlabN + column % 64 * 2;
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
                    b_first = descriptor_mn_major(afresh(k), kSlabN);
     wgmma_own(c);
@@ -110,7 +112,7 @@ struct BwdConsumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void differentiate(const BwdWork& work, float (&dk)[kDk],
                                                 float (&dv)[kDv]);
-  __device__ __forceinline__ void step(const BwdWork& work, int m, float (&dk)[kDk],
+  __device__ __forceinline__ void step(const BwdWork& work, int m, int member, float (&dk)[kDk],
                                        float (&dv)[kDv]);
   __device__ __forceinline__ void write_dq(const float (&dq)[kDq]);
   template <int kCount>
@@ -120,7 +122,7 @@ struct BwdConsumer {
 
 // One block of queries.
 template <typename Traits>
-__device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m,
+__device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m, int member,
                                                           float (&dk)[kDk], float (&dv)[kDv]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint32_t my_columns = stage() * Traits::kRowBytes + lane % 4 * 8;
@@ -128,6 +130,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
                  dout = smem.dout + stage() * Traits::kDoBytes;
   float s[kS], dp[kS];
   uint32_t p_rounded[kS / 8][4], ds_rounded[kS / 8][4];
+  const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
 
   mbarrier_wait(smem_address(&barriers.q_full[stage()]), phase());  // Q and lse are there
   issue_scores<Traits::kHeadDim>(s, smem.k, q);
@@ -136,21 +139,30 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   wgmma_wait<0>();  // S^T and dP^T
   wgmma_own(s);
   wgmma_own(dp);
-  if (m < work.range.full_min || m >= work.range.full_max) {
-    const int key = work.keys.block * Traits::kBlockN + group * 64 + warp * 16 + lane / 4;
-    apply_mask(s, work.seen_by, key, m * Traits::kBlockM);
+  const int key = work.keys.block * Traits::kBlockN + group * 64 + warp * 16;
+  uint64_t kept = 0;
+  if constexpr (Traits::kModified) {
+    const TilePlace at{m * Traits::kBlockM, key, work.seen_by.visible().offset};
+    kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int i) {
+      return ld_shared_float(smem.delta + my_columns + i / 4 * 32 + i % 2 * 4);
+    });
   }
+  if (m < work.range.full_min || m >= work.range.full_max)
+    apply_mask(s, work.seen_by, key + lane / 4, m * Traits::kBlockM);
+  const float scale_log2 = Traits::kModified ? kLog2e : params.softmax_scale_log2;
 #pragma unroll
   for (int j = 0; j < kS / 4; ++j) {
     const float2 lse = ld_shared_floats(smem.lse + my_columns + j * 32);
-    const float2 delta = ld_shared_floats(smem.delta + my_columns + j * 32);
+    const float2 delta =
+        Traits::kModified ? float2{} : ld_shared_floats(smem.delta + my_columns + j * 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& p = s[4 * j + i];
-      p = exp2_approx(p * params.softmax_scale_log2 - (i % 2 ? lse.y : lse.x));
+      p = exp2_approx(p * scale_log2 - (i % 2 ? lse.y : lse.x));
       dp[4 * j + i] = p * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
     }
   }
+  if constexpr (Traits::kModified) drop(s, kept);
   round(p_rounded, s);
   round(ds_rounded, dp);
   // The other stage of dS may still be read: by dQ of the block before.
@@ -183,9 +195,9 @@ __device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[
   const uint32_t tile = smem.dq + dq_stage * Traits::kDqBytes;
 #pragma unroll
   for (int j = 0; j < kDq / 4; ++j) {
-    const int slab = j / 8 + (Traits::kSplitRows ? 0 : group * (kDq / 32));
+    const int columns = j + (Traits::kSplitRows ? 0 : group * (kDq / 4));  // eights of them
     const int row_block = warp + (Traits::kSplitRows ? 4 * group : 0);
-    const int at = dq_index<Traits::kBlockM, true>(slab, row_block, j % 8, lane, 0);
+    const int at = dq_index<Traits::kBlockM, true>(columns / 8, row_block, columns % 8, lane, 0);
     st_shared_floats(tile + at * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
   async_proxy_fence();
@@ -202,9 +214,10 @@ __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
-  int m = work.range.max - 1;
+  int m = work.range.max - 1, member = 0;
   for (int left = blocks_seen * params.heads_per_kv; left > 0; --left) {
-    step(work, m, dk, dv);
+    step(work, m, member, dk, dv);
+    member += m == work.range.min;
     m = m == work.range.min ? work.range.max - 1 : m - 1;
   }
 }
@@ -229,7 +242,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::write_gradient(
   if (threadIdx.x % 128 || row >= work.keys.rows) return;
   const auto at =
       tma_at(map, work.keys.batch, work.keys.first_row, work.keys.rows, row, work.keys.head);
-  for (int slab = 0; slab < kCount / 32; ++slab) {
+  for (int slab = 0; slab < (kCount + 31) / 32; ++slab) {
     tma_store(map, tile + group * 64 * kSlabRowBytes + slab * kSlabN, at, slab * kSlabColumns);
   }
   tma_store_commit();
@@ -245,7 +258,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::run() {
       float dk[kDk] = {}, dv[kDv] = {};
       differentiate(work, dk, dv);
       named_barrier_sync(kBothBarrier, 256);  // nobody reads K any more
-      write_gradient(work, params.dv, smem.v, dv, 1.f);
+      write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
       write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
       if (threadIdx.x % 128 == 0) {
         tma_store_wait_read();
@@ -281,15 +294,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd(const BwdParams& params, int64_t grid, cudaStream_t stream) {
-  using Traits = BwdTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>;
+  using Traits = BwdTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kModified>;
   return launch_backward<Traits>(&bwd_kernel<Traits>, params, grid, stream);
 }
 
 }  // namespace flash_ext::fa3
 
-#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n)               \
-  template cudaError_t                                                                  \
-      flash_ext::fa3::launch_##header<element, head_dim, head_dim_v, block_m, block_n>( \
-          const BwdParams&, int64_t, cudaStream_t);
+#define INSTANCE(header, ...)                                                                 \
+  namespace flash_ext::fa3 {                                                                  \
+  template cudaError_t launch_##header<__VA_ARGS__>(const BwdParams&, int64_t, cudaStream_t); \
+  }

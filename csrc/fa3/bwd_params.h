@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/bwd_rows.h"
+#include "device/score_options.h"
 #include "device/tensor_map.h"
 
 namespace flash_ext::fa3 {
@@ -13,10 +14,12 @@ namespace flash_ext::fa3 {
 constexpr int kBwdBarrierBytes = 1024;
 
 // Shared memory of an instance: K, V, and two stages of Q, dO, dS, dQ, lse and delta.
+// Tiles are slabs of 64 columns.
+constexpr int slab_columns(int head_dim) { return (head_dim + 63) / 64 * 64; }
 constexpr int bwd_smem_bytes(int head_dim, int head_dim_v, int block_m, int block_n) {
-  const int both = 2 * (head_dim + head_dim_v);
+  const int dq = slab_columns(head_dim), both = 2 * (dq + slab_columns(head_dim_v));
   return kBwdBarrierBytes + block_n * both +
-         2 * (block_m * both + block_m * block_n * 2 + block_m * head_dim * 4 + 2 * block_m * 4);
+         2 * (block_m * both + block_m * block_n * 2 + block_m * dq * 4 + 2 * block_m * 4);
 }
 
 // The same for head dimensions above 128: no dQ, but P beside dS. A second dO where there is room.
@@ -37,7 +40,8 @@ struct BwdParams {
   device::TileScheduler scheduler;  // of blocks of keys
   uint32_t* next_tile;              // counter of tiles handed out
   uint32_t* turns;  // (tiles of queries): blocks of keys that have added to dQ; or null
-  int heads_per_kv;
+  device::ScoreOptions score_options;
+  int nheads, heads_per_kv;
   int deterministic, top_left, window_left, window_right;
   float softmax_scale, softmax_scale_log2;
 };

@@ -27,6 +27,11 @@ __device__ __forceinline__ void find_bwd_work(const BwdParams& params, int64_t t
   const int n_begin = work.keys.block * Traits::kBlockN,
             n_end = min(n_begin + Traits::kBlockN, used_k);
   if (n_begin >= n_end) return;
+  if constexpr (Traits::kModified) {
+    Work queries{};
+    queries.sequence = sequence, queries.head = work.keys.head * params.heads_per_kv;
+    work.modifier = make_modifier(params, queries);
+  }
   work.range = block_range<Traits::kBlockM>(work.seen_by.queries, n_begin, n_end);
   // Keys past the end need the mask at every block.
   if (n_end - n_begin < Traits::kBlockN) work.range.full_max = work.range.full_min;
@@ -48,8 +53,8 @@ template <typename Traits, typename Smem>
 __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& smem,
                                            BwdBarriers<Traits>& barriers) {
   constexpr int kSlabM = Traits::kBlockM * kSlabRowBytes, kSlabN = Traits::kBlockN * kSlabRowBytes;
-  constexpr int kSlabs = Traits::kHeadDim / kSlabColumns,
-                kSlabsV = Traits::kHeadDimV / kSlabColumns;
+  constexpr int kSlabs = slab_columns(Traits::kHeadDim) / kSlabColumns,
+                kSlabsV = slab_columns(Traits::kHeadDimV) / kSlabColumns;
   uint32_t q_blocks = 0, do_blocks = 0, tiles_loaded = 0;  // where the rings stand
   for (uint32_t taken = 0;; ++taken) {
     const uint32_t tile = atomicAdd(params.next_tile, 1u);
@@ -197,6 +202,15 @@ __device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<
 
 // ---- launch -----------------------------------------------------------------------------------
 
+// What the row kernels know of the main kernel's tiles.
+template <typename Traits>
+struct BwdRowTraits {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kHeadDim = slab_columns(Traits::kHeadDim), kHeadDimV = Traits::kHeadDimV;
+  static constexpr bool kDqVector = true;
+};
+
 // prepare, the main kernel, finish.
 template <typename Traits>
 cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, int64_t grid,
@@ -204,14 +218,14 @@ cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, 
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
   if (error != cudaSuccess) return error;
-  error = launch_prepare<Traits>(params.rows, stream);
+  error = launch_prepare<BwdRowTraits<Traits>>(params.rows, stream);
   if (error != cudaSuccess) return error;
   if (grid > 0) {
     kernel<<<static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream>>>(params);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
-  return launch_finish<Traits>(params.rows, stream);
+  return launch_finish<BwdRowTraits<Traits>>(params.rows, stream);
 }
 
 }  // namespace flash_ext::fa3

@@ -5,6 +5,7 @@
 
 #include "device/mask.cuh"
 #include "device/mbarrier.cuh"
+#include "device/modify.cuh"
 #include "device/row_tile.cuh"
 #include "device/wgmma.cuh"
 #include "fa3/bwd_params.h"
@@ -13,31 +14,32 @@ namespace flash_ext::fa3 {
 
 using namespace device;
 
-template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_,
+          bool kModified_>
 struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // buckets
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr bool kDqVector = true;
+  static constexpr bool kModified = kModified_;     // softcap, ALiBi, dropout
   static constexpr int kStages = 2, kDoStages = 2;  // of Q and dS, of dO
   static constexpr int kDqStages = 2;               // the consumers run ahead of its addition
   static constexpr int kConsumers = 2;              // warp groups of 64 keys each
   static constexpr int kDqThreads = kDqStages;      // who add dQ
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kKBytes = kBlockN * kHeadDim * 2, kVBytes = kBlockN * kHeadDimV * 2;
-  static constexpr int kQBytes = kBlockM * kHeadDim * 2, kDoBytes = kBlockM * kHeadDimV * 2;
-  static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDqBytes = kBlockM * kHeadDim * 4;
+  static constexpr int kSlabs = slab_columns(kHeadDim) / 64, kSlabsV = slab_columns(kHeadDimV) / 64;
+  static constexpr int kKBytes = kBlockN * kSlabs * 128, kVBytes = kBlockN * kSlabsV * 128;
+  static constexpr int kQBytes = kBlockM * kSlabs * 128, kDoBytes = kBlockM * kSlabsV * 128;
+  static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDqBytes = kBlockM * kSlabs * 64 * 4;
   static constexpr int kRowBytes = kBlockM * 4;  // of lse, of delta
   static constexpr int kSmemBytes = bwd_smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN);
   // dQ is 64 x kDqColumns a warp group: half of the rows, or half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
-  static constexpr int kDqColumns = kSplitRows ? kHeadDim : kHeadDim / 2;
+  static constexpr int kDqColumns = kSplitRows ? 64 * kSlabs : 32 * kSlabs;
   // They add up to what the launch gives the block: 168 x 384.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kBlockN == 64 * kConsumers, "a warp group owns 64 keys");
   static_assert(kBlockM == 64 || kBlockM == 128, "dQ is halved by rows or by columns");
-  static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0, "tiles are slabs of 64 columns");
-  static_assert(kSplitRows || kHeadDim % 128 == 0, "half of dQ is a number of slabs");
+  static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "gradients leave 16 columns at a time");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
 
@@ -78,8 +80,30 @@ struct BwdWork {
   int64_t q_row;
   int batch_q, used_q;
   SeenBy seen_by;
-  BlockRange range;  // blocks of queries
+  BlockRange range;   // blocks of queries
+  Modifier modifier;  // modified scores only: of the group's first head
 };
+
+// What a step of the group's head `member` is modified by: only its slope and number are its own.
+__device__ __forceinline__ float slope_of(const BwdParams& params, const BwdWork& work,
+                                          int member) {
+  const ScoreOptions& options = params.score_options;
+  if (!options.alibi_slopes) return 0.f;
+  const int head = work.keys.head * params.heads_per_kv + member;
+  return options.alibi_slopes[int64_t{work.keys.sequence} * options.alibi_batch_stride + head];
+}
+__device__ __forceinline__ Modifier modifier_of(const BwdWork& work, int member, float slope) {
+  Modifier modifier = work.modifier;
+  modifier.head += member;
+  modifier.slope = slope;
+  return modifier;
+}
+// What dropout left of dV's sums.
+template <typename Traits>
+__device__ __forceinline__ float kept_scale_of(const BwdWork& work) {
+  const bool modified = Traits::kModified && work.range.min < work.range.max;
+  return modified ? work.modifier.kept_scale : 1.f;
+}
 
 template <typename Traits>
 struct BwdBarriers {

@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/bwd_modify.cuh"
 #include "device/bwd_rows.cuh"
 #include "device/ptx.cuh"
 #include "fa3/bwd_producer.cuh"
@@ -16,12 +17,13 @@
 
 namespace flash_ext::fa3 {
 
-template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_,
+          bool kModified_>
 struct BwdWideTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // buckets
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr bool kDqVector = true;
+  static constexpr bool kModified = kModified_;  // softcap, ALiBi, dropout
   static constexpr int kStages = 2, kDoStages = bwd_wide_do_stages(kHeadDim);
   static constexpr int kConsumers = kHeadDim == 256 ? 2 : 3;
   static constexpr int kDqStages = 1, kDqThreads = 1;  // who keeps turns: the consumers add dQ
@@ -40,6 +42,7 @@ struct BwdWideTraits {
   static_assert(kSlabs <= 2, "dQ is added slab by slab");
   static_assert(kBlockM == 64, "P and dS are one slab of 64 queries");
   static_assert(kBlockN % 16 == 0 && kKeys % 8 == 0, "keys are dealt out in eights");
+  static_assert(!kModified || kKeys % 16 == 0, "dropout draws for 16 keys at a time");
   static_assert(kHeadDim == 64 * kSlabs * kConsumers && kHeadDimV == 64 * kSlabsV * kConsumers,
                 "a warp group owns a number of slabs");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
@@ -174,7 +177,7 @@ struct BwdWideConsumer {
                                                 float (&dv)[kSlabsV][kD]);
   __device__ __forceinline__ void step(const BwdWork& work, int m, int member,
                                        float (&dk)[kSlabs][kD], float (&dv)[kSlabsV][kD]);
-  __device__ __forceinline__ void write_scores(const BwdWork& work, int m);
+  __device__ __forceinline__ void write_scores(const BwdWork& work, int m, int member);
   __device__ __forceinline__ void add_dq(const BwdWork& work, int m, int member, int slab,
                                          const float (&dq)[32]) const;
   template <int kCount>
@@ -185,9 +188,11 @@ struct BwdWideConsumer {
 
 // P and dS of this warp group's keys and one block of queries, to shared memory.
 template <typename Traits>
-__device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdWork& work, int m) {
+__device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdWork& work, int m,
+                                                                      int member) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   float s[kS], dp[kS], lse[2], delta[2];
+  const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
   mbarrier_wait(smem_address(&barriers.q_full[q_stage()]), q_phase());  // Q, lse are there
   issue_scores<Traits::kHeadDim>(s, smem.q + q_stage() * Traits::kQBytes, smem.k);
   mbarrier_wait(smem_address(&barriers.do_full[do_stage()]), do_phase());  // dO, delta too
@@ -202,19 +207,30 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdW
   wgmma_wait<0>();  // S and dP
   wgmma_own(s);
   wgmma_own(dp);
-  if (m < work.range.full_min || m >= work.range.full_max) {
-    apply_mask(s, work.seen_by.visible(), m * Traits::kBlockM + row,
-               work.keys.block * Traits::kBlockN + group * Traits::kKeys);
+  const int key = work.keys.block * Traits::kBlockN + group * Traits::kKeys;
+  uint64_t kept = 0;
+  if constexpr (Traits::kModified) {
+    const TilePlace at{m * Traits::kBlockM + row - lane / 4, key, work.seen_by.visible().offset};
+    kept = modify_gradients<false>(s, dp, modifier_of(work, member, slope), at,
+                                   [&](int i) { return delta[i / 2 % 2]; });
   }
+  if (m < work.range.full_min || m >= work.range.full_max)
+    apply_mask(s, work.seen_by.visible(), m * Traits::kBlockM + row, key);
+  const float scale_log2 = Traits::kModified ? kLog2e : params.softmax_scale_log2;
 #pragma unroll
   for (int i = 0; i < kS; ++i) {
-    s[i] = exp2_approx(s[i] * params.softmax_scale_log2 - lse[i / 2 % 2]);
+    s[i] = exp2_approx(s[i] * scale_log2 - lse[i / 2 % 2]);
+  }
+  if constexpr (Traits::kModified) {
+#pragma unroll
+    for (int i = 0; i < kS; ++i) dp[i] *= s[i];
+    drop(s, kept);
   }
   // The other stage of P and dS may still be read: by the products of the block before.
   const uint32_t stage = q_stage() * Traits::kPBytes;
   write_transposed(smem.p + stage, group * Traits::kKeys, s, 1.f);
 #pragma unroll
-  for (int i = 0; i < kS; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
+  for (int i = 0; i < kS && !Traits::kModified; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
   write_transposed(smem.ds + stage, group * Traits::kKeys, dp, 1.f);
   async_proxy_fence();
 }
@@ -224,7 +240,7 @@ template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::step(const BwdWork& work, int m,
                                                               int member, float (&dk)[kSlabs][kD],
                                                               float (&dv)[kSlabsV][kD]) {
-  write_scores(work, m);
+  write_scores(work, m, member);
   sync_all();  // P and dS of all keys are written
   float dq[32];
   issue_gradient(dv, smem.dout + do_stage() * Traits::kDoBytes,
@@ -315,7 +331,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
       float dk[kSlabs][kD] = {}, dv[kSlabsV][kD] = {};
       differentiate(work, dk, dv);
       sync_all();  // nobody reads K and V any more
-      write_gradient(work, params.dv, smem.v, dv, 1.f);
+      write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
       write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
       if (is_leader()) {
         tma_store_wait_read();
@@ -348,15 +364,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
 }
 
-template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd_wide(const BwdParams& params, int64_t grid, cudaStream_t stream) {
-  using Traits = BwdWideTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>;
+  using Traits = BwdWideTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kModified>;
   return launch_backward<Traits>(&bwd_wide_kernel<Traits>, params, grid, stream);
 }
 
 }  // namespace flash_ext::fa3
 
-#define INSTANCE(header, element, head_dim, head_dim_v, block_m, block_n)               \
-  template cudaError_t                                                                  \
-      flash_ext::fa3::launch_##header<element, head_dim, head_dim_v, block_m, block_n>( \
-          const BwdParams&, int64_t, cudaStream_t);
+#define INSTANCE(header, ...)                                                                 \
+  namespace flash_ext::fa3 {                                                                  \
+  template cudaError_t launch_##header<__VA_ARGS__>(const BwdParams&, int64_t, cudaStream_t); \
+  }

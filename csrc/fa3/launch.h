@@ -16,9 +16,9 @@ template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlock
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream);
 
 // All kernels of the backward; grid is the main kernel's.
-template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd(const BwdParams& params, int64_t grid, cudaStream_t stream);
-template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd_wide(const BwdParams& params, int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa3
