@@ -10,12 +10,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import flash_ext
-from flash_ext.bert_padding import pad_input, unpad_input
+from flash_ext.bert_padding import index_first_axis, pad_input
 
 _RESERVED = ("flash", "sdpa", "flex_attention")  # inside a name they select transformers' own code
+_PACKINGS = WeakTensorKeyDictionary()  # of masks that live: every layer of a forward gets the same one
 _INSTEAD = "use attn_implementation='sdpa' for this model"
 
 
@@ -220,10 +222,11 @@ def _unpadded(q, k, v, is_real, options):
     """Attention without padding: (batch, seqlen_q, nheads, head_dim_v), 0 for a decoder's padded queries."""
     batch, seqlen_q = q.shape[:2]
     seqlen_k = is_real.shape[1]
-    k, _, cu_seqlens_k, *_ = unpad_input(k[:, :seqlen_k], is_real)
-    v = unpad_input(v[:, :seqlen_k], is_real)[0]
+    rows_k, cu_seqlens_k = _packing(is_real)
+    k, v = (index_first_axis(x[:, :seqlen_k].flatten(0, 1), rows_k) for x in (k, v))
     if options["causal"]:  # the queries are the last tokens of the keys
-        q, rows, cu_seqlens_q, *_ = unpad_input(q, is_real[:, seqlen_k - seqlen_q :])
+        rows, cu_seqlens_q = _packing(is_real if seqlen_q == seqlen_k else is_real[:, seqlen_k - seqlen_q :])
+        q = index_first_axis(q.flatten(0, 1), rows)
         out = flash_ext.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **options
         )
@@ -233,3 +236,15 @@ def _unpadded(q, k, v, is_real, options):
     q = q.flatten(0, 1)
     out = flash_ext.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, **options)
     return out.unflatten(0, (batch, seqlen_q))
+
+
+def _packing(is_real):
+    """Where a mask's real tokens are in the flattened batch, int64 (total), and their cu_seqlens.
+
+    Found once for all layers: to know how many there are the host has to wait for the GPU.
+    """
+    if is_real not in _PACKINGS:
+        indices = is_real.flatten().nonzero().flatten()
+        cu_seqlens = F.pad(is_real.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
+        _PACKINGS[is_real] = indices, cu_seqlens
+    return _PACKINGS[is_real]
