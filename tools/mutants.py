@@ -40,11 +40,16 @@ class Mutant(NamedTuple):
             return self.file[:3]
         return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
 
+    @property
+    def wider(self) -> tuple[str, ...]:
+        """Buckets beside 64, for code that runs only there."""
+        return {WIDE: ("256",), FA2_BWD: ("128",)}.get(self.file, ())
+
     def needs(self, instance: str) -> bool:
-        """Whether an instance of the backend's table serves its test: a few show a fault as well as all."""
+        """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
         kernel, element, head_dim, *_ = instance.partition("(")[2].rstrip(")\n").split(", ")
         dtype = "__half" if self.backend == "fa1" else "__nv_bfloat16"
-        if element != dtype or head_dim not in ("64", "128", "256" if self.file == WIDE else ""):
+        if element != dtype or head_dim not in ("64", *self.wider):
             return False
         backward = "bwd" in self.file or self.test in BACKWARD
         modified = self.test in (MODIFIED, "")
