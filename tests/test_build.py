@@ -102,6 +102,7 @@ def test_archs(text, gpus, archs):
 def test_archs_by_backend():
     backends = cuda_archs.by_backend(["70", "75", "80", "86", "90a", "120"])
     assert backends == {"fa1": ["70", "75"], "fa2": ["80", "86", "120"], "fa3": ["90a"]}
+    assert cuda_archs.by_backend(["75", "90", "90a"])["fa1"] == ["75", "90"]
     assert cuda_archs.by_backend(["90a"]) == {"fa3": ["90a"]}
     assert cuda_archs.gencode("fa3", ["90a"]) == "-gencode=arch=compute_90a,code=sm_90a"
     assert cuda_archs.gencode("fa2", ["80", "120"]).endswith(" -gencode=arch=compute_120,code=compute_120")

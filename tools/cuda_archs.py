@@ -87,6 +87,8 @@ def check_nvcc(archs: list[str], codes: list[str], nvcc: str, version: str) -> N
 def by_backend(archs: list[str]) -> dict[str, list[str]]:
     """{"fa2": ["80", "90"], ...}: the backends to build; one that gets no architecture is left out."""
     taken = {name: [a for a in archs if re.fullmatch(pattern, a)] for name, pattern in TAKES.items()}
+    if "75" in taken["fa1"]:  # code for 7.5 is tested and compared on a Hopper too
+        taken["fa1"] += [a for a in archs if a == "90"]
     return {name: mine for name, mine in taken.items() if mine}
 
 
