@@ -14,20 +14,35 @@ constexpr const char* kBuild = FLASH_EXT_ARCHS ", commit " FLASH_EXT_COMMIT;
 // ---- instances --------------------------------------------------------------------------------
 
 struct Instance {
+  bool volta;
   int head_dim, block_m, block_n;
   bool modified;
   cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
 
-  int smem_bytes() const { return 2 * 2 * 2 * head_dim * block_n; }  // two buffers of K and V
+  int stages() const { return volta ? 1 : 2; }
+  // K and V, and on 7.0 Q.
+  int smem_bytes() const { return 2 * head_dim * (2 * stages() * block_n + volta * block_m); }
 };
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
 #define INSTANCE_fwd(head_dim, block_m, block_n, scores) \
-  {head_dim, block_m, block_n, scores, &launch_fwd<head_dim, block_m, block_n, scores>},
+  {false, head_dim, block_m, block_n, scores, &launch_fwd<head_dim, block_m, block_n, scores>},
+#define INSTANCE_volta_fwd(head_dim, block_m, block_n, scores) \
+  {true, head_dim, block_m, block_n, scores, &launch_volta_fwd<head_dim, block_m, block_n, scores>},
 constexpr Instance kInstances[] = {
 #include "fa1/instances.inc"
 };
 #undef INSTANCE
+
+// 7.0 has kernels of its own. Built without the others they run on later cards too, by their PTX:
+// that is how they are tested.
+bool takes_volta(int cc) {
+#ifdef FLASH_EXT_HAS_75
+  return cc < 75;
+#else
+  return cc > 0;
+#endif
+}
 
 // An instance of the smallest bucket that holds both head dimensions; p.tile = 1, 2, ... forces one
 // of its tiles. Null when there is none.
@@ -35,6 +50,7 @@ const Instance* find_instance(const Problem& p) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
   int bucket = 0, tile = 0;
   for (const Instance& instance : kInstances) {
+    if (instance.volta != takes_volta(p.device.cc)) continue;
     if (instance.head_dim < dim || instance.modified != is_modified(p)) continue;
     if (bucket == 0) bucket = instance.head_dim;
     if (instance.head_dim != bucket) continue;
@@ -49,9 +65,9 @@ Status why_not(const Problem* problem) {
   const Problem& p = *problem;
   if (static_cast<DeviceType>(p.device.type) != DeviceType::kCuda) return common_why_not(p);
   const int cc = p.device.cc;
-  if (cc < 75) {
+  if (cc < 70) {
     return make_status(Code::kUnsupported,
-                       "it needs compute capability 7.5 or newer, this card has %d.%d", cc / 10,
+                       "it needs compute capability 7.0 or newer, this card has %d.%d", cc / 10,
                        cc % 10);
   }
   if (!built_for(kBuild, cc)) {
@@ -85,7 +101,7 @@ Status plan(const Problem* problem, Plan* plan) {
   plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
   if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
   plan->smem = instance.smem_bytes();
-  plan->stages = 2;
+  plan->stages = instance.stages();
   plan->launches = plan->grid > 0;
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
            instance.head_dim, problem->head_dim, problem->head_dim_v);

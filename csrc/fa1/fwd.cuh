@@ -28,6 +28,7 @@ using namespace device;
 template <int kHeadDim_, int kBlockM_, int kBlockN_, bool kModified_>
 struct FwdTraits {
   using Element = __half;
+  using Lanes = MmaLanes;
   static constexpr int kHeadDim = kHeadDim_;  // the bucket: head_dim and head_dim_v may be less
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr bool kModified = kModified_;

@@ -12,4 +12,8 @@ namespace flash_ext::fa1 {
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_fwd(const device::FwdParams& params, int64_t grid, cudaStream_t stream);
 
+// The same for 7.0.
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+cudaError_t launch_volta_fwd(const device::FwdParams& params, int64_t grid, cudaStream_t stream);
+
 }  // namespace flash_ext::fa1
