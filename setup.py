@@ -119,11 +119,15 @@ class Plan:
     def cuda(self) -> dict[str, Library]:
         libraries = {}
         for name, archs in self.archs.items():
-            code = cuda_archs.gencode(name, archs)
+            codes = cuda_archs.gencodes(name, archs)
+            code = " ".join(codes.values())
             # What the backend looks its cards up in: "nvcc 13.0.88, sm_80 sm_90 compute_90".
             told = f"nvcc {self.nvcc_version}, " + " ".join(re.findall(r",code=(\w+)", code))
-            objects = self.compile(name, "nvcc", sorted(ROOT.glob(f"csrc/{name}/*.cpp")), archs=told)
-            objects += self.compile(name, "nvcc", self.instances(name), code)
+            has = " ".join(f"-DFLASH_EXT_HAS_{arch}" for arch in archs)
+            objects = self.compile(name, "nvcc", sorted(ROOT.glob(f"csrc/{name}/*.cpp")), has, archs=told)
+            for kernel in self.instances(name):
+                prefix = next((p for p in cuda_archs.OWN if kernel.name.startswith(p)), "")
+                objects += self.compile(name, "nvcc", [kernel], codes[prefix]) if prefix in codes else []
             # nvcc's link would add an empty image of its default architecture if it did not know these.
             libraries[f"flash_ext.lib.{name}"] = Library("link_nvcc", objects, f"{NO_UNDEFINED} {code}")
         return libraries

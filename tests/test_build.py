@@ -102,9 +102,17 @@ def test_archs(text, gpus, archs):
 def test_archs_by_backend():
     backends = cuda_archs.by_backend(["70", "75", "80", "86", "90a", "120"])
     assert backends == {"fa1": ["70", "75"], "fa2": ["80", "86", "120"], "fa3": ["90a"]}
+    assert cuda_archs.by_backend(["75", "90", "90a"])["fa1"] == ["75", "90"]
     assert cuda_archs.by_backend(["90a"]) == {"fa3": ["90a"]}
-    assert cuda_archs.gencode("fa3", ["90a"]) == "-gencode=arch=compute_90a,code=sm_90a"
-    assert cuda_archs.gencode("fa2", ["80", "120"]).endswith(" -gencode=arch=compute_120,code=compute_120")
+    assert cuda_archs.gencodes("fa3", ["90a"])[""] == "-gencode=arch=compute_90a,code=sm_90a"
+    assert cuda_archs.gencodes("fa2", ["80", "120"])[""].endswith(
+        " -gencode=arch=compute_120,code=compute_120"
+    )
+    apart = cuda_archs.gencodes("fa1", ["70", "75"])
+    assert apart == {p: f"-gencode=arch=compute_{a},code=sm_{a}" for p, a in {"volta_": 70, "": 75}.items()}
+    assert cuda_archs.gencodes("fa1", ["70"])["volta_"].endswith(",code=compute_70"), (
+        "for tests on later cards"
+    )
 
 
 @pytest.mark.parametrize(

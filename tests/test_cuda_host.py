@@ -12,15 +12,23 @@ import flash_ext
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_block_ranges_and_schedulers_against_brute_force(tmp_path):
-    program = tmp_path / "device_host"
-    build = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", f"-I{ROOT / 'csrc'}", "-x", "c++"]
-    subprocess.run([*build, ROOT / "tests/device_host.cpp", "-o", program], check=True, timeout=120)
-    run = subprocess.run(
-        [program, str(SEED % 2**31)], capture_output=True, text=True, timeout=120, check=False
-    )
+def run_on_host(tmp_path, source, *arguments):
+    """What a program that includes device headers prints, compiled for the host."""
+    program = tmp_path / "program"
+    build = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-D__device__=", "-D__forceinline__=inline"]
+    build += [f"-I{ROOT / 'csrc'}", "-x", "c++", ROOT / "tests" / source, "-o", program]
+    subprocess.run(build, check=True, timeout=120)
+    run = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout
-    assert run.stdout == "16000 cases\n"
+    return run.stdout
+
+
+def test_block_ranges_and_schedulers_against_brute_force(tmp_path):
+    assert run_on_host(tmp_path, "device_host.cpp", str(SEED % 2**31)) == "16000 cases\n"
+
+
+def test_operands_of_volta_and_their_banks(tmp_path):
+    assert run_on_host(tmp_path, "volta_host.cpp") == "554 accesses\n"
 
 
 def halves(batch=2, seqlen=512, nheads=16, head_dim=128, head_dim_v=None, dtype=torch.bfloat16):

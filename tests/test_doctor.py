@@ -153,8 +153,8 @@ def test_doctor_without_the_door(copied):
 
 NOT_BUILT = {
     name: f"not built: lib/{name}.so is missing (build with FLASH_EXT_CUDA_ARCHS={arch})"
-    for name, arch in {"fa3": "90a", "fa2": "80"}.items()
-} | {"fa1": "it has no kernel yet"}
+    for name, arch in {"fa3": "90a", "fa2": "80", "fa1": "75"}.items()
+}
 
 
 def planned(folder: Path):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 # The one table of who takes what. Code for 8.0 runs on every 8.x too.
 TAKES = {"fa1": r"7[05]", "fa2": r"8\d|9\d|1\d\d", "fa3": r"90a"}
+# Kernels that are compiled for one architecture alone, by how their header's name begins.
+OWN = {"volta_": "70"}
 TAKES_IN_WORDS = "fa1 takes 70 and 75, fa2 takes 80 and newer, fa3 takes 90a"
 
 
@@ -87,13 +89,25 @@ def check_nvcc(archs: list[str], codes: list[str], nvcc: str, version: str) -> N
 def by_backend(archs: list[str]) -> dict[str, list[str]]:
     """{"fa2": ["80", "90"], ...}: the backends to build; one that gets no architecture is left out."""
     taken = {name: [a for a in archs if re.fullmatch(pattern, a)] for name, pattern in TAKES.items()}
+    if "75" in taken["fa1"]:  # code for 7.5 is tested and compared on a Hopper too
+        taken["fa1"] += [a for a in archs if a == "90"]
     return {name: mine for name, mine in taken.items() if mine}
 
 
-def gencode(backend: str, archs: list[str]) -> str:
-    """The -gencode flags of a backend. fa2 adds PTX of its newest: the driver compiles it for later cards."""
+def gencodes(backend: str, archs: list[str]) -> dict[str, str]:
+    """{"volta_": "-gencode=...", "": "..."}: the flags of each kernel, by how its header's name begins."""
+    kinds = {prefix: [arch] for prefix, arch in OWN.items() if arch in archs}
+    if rest := [arch for arch in archs if arch not in OWN.values()]:
+        kinds[""] = rest
+    # Built alone, kernels for 7.0 can be tested on a later card.
+    ptx = backend == "fa2" or archs == ["70"]
+    return {prefix: gencode(mine, ptx) for prefix, mine in kinds.items()}
+
+
+def gencode(archs: list[str], ptx: bool) -> str:
+    """The -gencode flags for archs, with PTX of the newest: the driver compiles it for later cards."""
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-    if backend == "fa2":
+    if ptx:
         newest = max(archs, key=int)
         flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     return " ".join(flags)

@@ -43,8 +43,7 @@ std::string missing_text(const std::string& name, const std::string& file) {
     return "lib/" + file +
            " is missing (x86-64 needs a CPU with AVX2): reinstall, or build from source";
   }
-  if (name == "fa1") return "it has no kernel yet";
-  const char* archs = name == "fa3" ? "90a" : "80";
+  const char* archs = name == "fa3" ? "90a" : name == "fa2" ? "80" : "75";
   return "not built: lib/" + file + " is missing (build with FLASH_EXT_CUDA_ARCHS=" + archs + ")";
 }
 

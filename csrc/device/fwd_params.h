@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-#include "device/host.h"
+#include "core/problem.h"
+#include "device/score_options.h"
+#include "device/tile_scheduler.cuh"
 
 namespace flash_ext::device {
 
@@ -29,15 +31,5 @@ struct FwdParams {
   float score_scale, score_scale_log2, score_slack;
   ScoreOptions score_options;
 };
-
-inline FwdParams make_fwd_params(const Problem& p, const FwdTensors& t, int block_m) {
-  FwdParams params{};
-  fill_params(p, t, block_m, params);
-  params.q = t.q, params.k = t.k, params.v = t.v, params.out = t.out;
-  params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v, params.out_stride = p.out;
-  params.score_slack = 8 / params.score_scale_log2;
-  params.head_dim = p.head_dim, params.head_dim_v = p.head_dim_v;
-  return params;
-}
 
 }  // namespace flash_ext::device

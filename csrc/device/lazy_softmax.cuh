@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "device/lanes.cuh"
 #include "device/ptx.cuh"
 
 namespace flash_ext::device {
@@ -12,6 +13,7 @@ namespace flash_ext::device {
 // may come near but not pass: a maximum takes it kHeadroom powers of two above itself, so that it,
 // and O, seldom change. Q K^T starts from minus the reference, and whether a score has passed it is
 // then a question to its sign.
+template <typename Lanes>
 struct LazySoftmax {
   static constexpr float kHeadroom = 8.f;
   static constexpr float kUnset = 1e-37f;  // no key was seen yet; as an accumulator it counts as 0
@@ -58,8 +60,8 @@ struct LazySoftmax {
       float most = -INFINITY;
 #pragma unroll
       for (int i = 2 * half; i < kCount; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, Lanes::kNextPair));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, Lanes::kNextTwoPairs));
       const bool unset = start[2 * half] == kUnset;
       const float up = most > (unset ? -INFINITY : 0.f) ? most + slack : 0.f;
       rescale[half] = unset ? 1.f : exp2_approx(-up * scale_log2);
@@ -85,8 +87,8 @@ struct LazySoftmax {
   __device__ __forceinline__ void reduce() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], Lanes::kNextPair);
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], Lanes::kNextTwoPairs);
     }
   }
 

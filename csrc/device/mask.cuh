@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "device/lanes.cuh"
 #include "device/tile_scheduler.cuh"
 #include "device/visible.cuh"
 
@@ -12,11 +13,11 @@ namespace flash_ext::device {
 // (the other is row + 8); n_begin: the key of the tile's first column. Bit by bit: a register of
 // bits fills seven predicates at once, where two comparisons an element took most of a masked
 // block's time. Of S^T, rows are keys and visible says which queries see a key.
-template <int kCount, typename Range>
+template <typename Lanes = MmaLanes, int kCount, typename Range>
 __device__ __forceinline__ void apply_mask(float (&s)[kCount], const Range& visible, int row,
                                            int n_begin) {
   constexpr int kWordCount = 64;  // registers of both rows whose columns fill a word: 128 columns
-  const int column = n_begin + 2 * (threadIdx.x % 4);
+  const int column = n_begin + 2 * Lanes::column_pair(threadIdx.x % 32);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int begin = visible.begin(row + 8 * half) - column,

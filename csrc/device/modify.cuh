@@ -105,11 +105,11 @@ __device__ __forceinline__ void add_alibi(float (&s)[kCount], const Modifier& m,
 }
 
 // Both, for a tile of queries from `row` on (this lane's first row) and keys from n_begin on.
-template <int kCount>
+template <typename Lanes = MmaLanes, int kCount>
 __device__ __forceinline__ void modify_scores(float (&s)[kCount], const Modifier& m,
                                               const Visible& visible, int row, int n_begin) {
   cap_scores(s, m);
-  add_alibi(s, m, row + visible.offset - n_begin - 2 * static_cast<int>(threadIdx.x % 4));
+  add_alibi(s, m, row + visible.offset - n_begin - 2 * Lanes::column_pair(threadIdx.x % 32));
 }
 
 // ---- dropout ----------------------------------------------------------------------------------
@@ -118,16 +118,15 @@ __device__ __forceinline__ void modify_scores(float (&s)[kCount], const Modifier
 // element e of the block (s[8 n + e] of a tile) has half e % 2 of word e / 2. A plain tile's lane
 // has the elements of one slot. A transposed tile's has one half of two slots' words: it draws one
 // slot, and trades halves with the lane that drew the other.
-template <bool kTransposed = false>
+template <bool kTransposed = false, typename Lanes = MmaLanes>
 __device__ __forceinline__ PhiloxWords dropout_words(const Modifier& m, int i, int j) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, row = Lanes::row(lane), pair = Lanes::column_pair(lane);
   const uint32_t query = i, key = j;  // unsigned: a block's number is then one shift
   if constexpr (!kTransposed) {
-    return philox4x32_7(m.seed, philox_counter(query, key, lane, m.head, m.offset));
+    return philox4x32_7(m.seed, philox_counter(query, key, 4 * row + pair, m.head, m.offset));
   } else {
-    const bool odd =
-        lane & 4;  // this lane's key: it draws the odd query's slot, and needs halves 1
-    const int slot = 4 * (2 * (lane % 4) + odd) + lane / 8;
+    const bool odd = row & 1;  // this lane's key: it draws the odd query's slot, and needs halves 1
+    const int slot = 4 * (2 * pair + odd) + row / 2;
     const PhiloxWords drawn =
         philox4x32_7(m.seed, philox_counter(query, key, slot, m.head, m.offset));
     uint32_t even_query[2], odd_query[2];  // halves of words 0, 1 and of words 2, 3
@@ -135,7 +134,7 @@ __device__ __forceinline__ PhiloxWords dropout_words(const Modifier& m, int i, i
     for (int k = 0; k < 2; ++k) {
       const uint32_t low = __byte_perm(drawn.word[2 * k], drawn.word[2 * k + 1], 0x5410),
                      high = __byte_perm(drawn.word[2 * k], drawn.word[2 * k + 1], 0x7632);
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, Lanes::kNextRow);
       even_query[k] = odd ? got : low;
       odd_query[k] = odd ? high : got;
     }
@@ -154,8 +153,9 @@ __device__ __forceinline__ bool is_dropped(const PhiloxWords& words, int element
 }
 
 // Dropped ones of this lane's 8 probabilities of the block that holds query i and key j become 0.
+template <typename Lanes = MmaLanes>
 __device__ __forceinline__ void drop(float* p, const Modifier& m, int i, int j) {
-  const PhiloxWords words = dropout_words(m, i, j);
+  const PhiloxWords words = dropout_words<false, Lanes>(m, i, j);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     if (is_dropped(words, e, m)) p[e] = 0.f;

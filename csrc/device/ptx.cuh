@@ -106,6 +106,21 @@ __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   return value;
 }
 
+__device__ __forceinline__ void st_shared_16(uint32_t smem, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// What no kernel writes. Stays where it is called: as early as its register can wait.
+__device__ __forceinline__ uint4 ld_global_16(const void* gmem) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(gmem));
+  return value;
+}
+
 __device__ __forceinline__ void st_global_16(void* gmem, const uint32_t (&r)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])

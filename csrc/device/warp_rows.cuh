@@ -1,8 +1,8 @@
 // What a warp of an mma.sync forward does with its rows' scores between the two products: modify,
 // mask, keep below the reference, exponentials. Accumulators lie as mma.cuh has them.
 //
-// Traits: Element, kModified, kBlockM, kWarpRows (of a warp), kMTiles (16 rows each), kStepN (keys
-// of one step), kNTiles (8 keys each), kDTiles (8 columns of O each).
+// Traits: Element, Lanes (of its accumulators), kModified, kBlockM, kWarpRows (of a warp), kMTiles
+// (16 rows each), kStepN (keys of one step), kNTiles (8 keys each), kDTiles (8 columns of O each).
 #pragma once
 
 #include "device/lazy_softmax.cuh"
@@ -17,7 +17,7 @@ namespace flash_ext::device {
 template <typename Traits>
 struct WarpRows {
   float o[Traits::kMTiles][4 * Traits::kDTiles];
-  LazySoftmax softmax[Traits::kMTiles];
+  LazySoftmax<typename Traits::Lanes> softmax[Traits::kMTiles];
   bool all_set;  // all rows of the warp have a reference
 };
 
@@ -35,7 +35,8 @@ __device__ __forceinline__ int warp_row(const Work& work) {
 template <typename Traits>
 __device__ __forceinline__ int lane_row(const Work& work) {
   const uint32_t thread = fresh_thread_index();
-  return work.m_block * Traits::kBlockM + thread / 32 * Traits::kWarpRows + thread % 32 / 4;
+  return work.m_block * Traits::kBlockM + thread / 32 * Traits::kWarpRows +
+         Traits::Lanes::row(thread % 32);
 }
 
 // How the warp's rows see the keys of a step.
@@ -57,7 +58,7 @@ __device__ __forceinline__ void modify(Scores<Traits>& s, const WarpRows<Traits>
   const int row = lane_row<Traits>(work);
 #pragma unroll
   for (int m = 0; m < Traits::kMTiles; ++m) {
-    modify_scores(s[m], modifier, work.visible, row + 16 * m, n_begin);
+    modify_scores<typename Traits::Lanes>(s[m], modifier, work.visible, row + 16 * m, n_begin);
     rows.softmax[m].subtract(s[m]);
   }
 }
@@ -66,7 +67,8 @@ template <typename Traits>
 __device__ __forceinline__ void mask(Scores<Traits>& s, const Work& work, int n_begin) {
   const int row = lane_row<Traits>(work);
 #pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) apply_mask(s[m], work.visible, row + 16 * m, n_begin);
+  for (int m = 0; m < Traits::kMTiles; ++m)
+    apply_mask<typename Traits::Lanes>(s[m], work.visible, row + 16 * m, n_begin);
 }
 
 // Takes references that scores have passed, or that are not set yet, above them.
@@ -75,7 +77,7 @@ __device__ __forceinline__ void keep_below_reference(Scores<Traits>& s, WarpRows
                                                      float scale_log2, float slack) {
   bool passes = !rows.all_set;
 #pragma unroll
-  for (int m = 0; m < Traits::kMTiles; ++m) passes |= LazySoftmax::passes(s[m]);
+  for (int m = 0; m < Traits::kMTiles; ++m) passes |= rows.softmax[m].passes(s[m]);
   if (!__any_sync(0xffffffffu, passes)) return;
   bool all_set = true;
 #pragma unroll
@@ -99,7 +101,8 @@ __device__ __forceinline__ void exponentiate(Scores<Traits>& s, WarpRows<Traits>
     rows.softmax[m].exponentiate(s16, scale_log2);
     if constexpr (Traits::kModified) {
       if (modifier.drop_below != 0)
-        drop(s16, modifier, lane_row<Traits>(work) + 16 * m, n_begin + 16 * k);
+        drop<typename Traits::Lanes>(s16, modifier, lane_row<Traits>(work) + 16 * m,
+                                     n_begin + 16 * k);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -1,7 +1,7 @@
 // The table of fa2: what it can run, which instance runs it, and the call.
 #include <algorithm>
 
-#include "device/host.h"
+#include "device/fwd_host.h"
 #include "fa2/backward.h"
 #include "fa2/launch.h"
 

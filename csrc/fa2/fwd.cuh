@@ -32,6 +32,7 @@ template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kSta
           bool kModified_>
 struct FwdTraits {
   using Element = Element_;
+  using Lanes = MmaLanes;
   static constexpr int kHeadDim = kHeadDim_;  // the bucket: head_dim and head_dim_v may be less
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kStages = kStages_;
   static constexpr bool kModified = kModified_;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void write_tile(const FwdParams& params, const Work& 
   __syncwarp();  // all lanes have read the warp's rows of Q, which lie where O goes
 #pragma unroll
   for (int m = 0; m < Traits::kMTiles; ++m) {
-    LazySoftmax& softmax = rows.softmax[m];
+    LazySoftmax<MmaLanes>& softmax = rows.softmax[m];
     softmax.reduce();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,0 +1,19 @@
+// The launchers that the instances define, for backend.cpp.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "device/fwd_params.h"
+
+namespace flash_ext::fa1 {
+
+// Returns cudaGetLastError's answer; the device is the current one.
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+cudaError_t launch_fwd(const device::FwdParams& params, int64_t grid, cudaStream_t stream);
+
+// The same for 7.0.
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+cudaError_t launch_volta_fwd(const device::FwdParams& params, int64_t grid, cudaStream_t stream);
+
+}  // namespace flash_ext::fa1
