@@ -138,17 +138,16 @@ class Plan:
         And the table of those lines, which the backend includes.
         """
         folder, paths = self.folder / f"instances/{backend}", []
-        table = (ROOT / f"csrc/{backend}/instances.inc").read_text()
-        lines = [
-            line for line in re.findall(r"^INSTANCE\(.+\)", table, re.M) if re.search(self.kernels, line)
-        ]
+        table = (ROOT / f"csrc/{backend}/instances.inc").read_text().splitlines()
+        wanted = [line for line in table if not line.startswith("INSTANCE(") or re.search(self.kernels, line)]
+        lines = [line for line in wanted if line.startswith("INSTANCE(")]
         if not lines:
             toolchain.stop(f"no line of csrc/{backend}/instances.inc holds {self.kernels!r}")
         for line in lines:
             words = re.findall(r"\w+", line)[1:]
             paths.append(folder / f"{'_'.join(words)}.cu")
             toolchain.write_if_changed(paths[-1], f'#include "{backend}/{words[0]}.cuh"\n\n{line}\n')
-        toolchain.write_if_changed(folder / "instances.inc", "\n".join(lines) + "\n")
+        toolchain.write_if_changed(folder / "instances.inc", "\n".join(wanted) + "\n")
         for left_over in set(folder.glob("*.cu")) - set(paths):
             left_over.unlink()
         return paths
