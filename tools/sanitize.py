@@ -1,4 +1,4 @@
-"""Runs the CUDA kernels under compute-sanitizer's four tools and writes what they found.
+"""Runs the CUDA kernels, both passes, under compute-sanitizer's four tools and writes what they found.
 
   python tools/sanitize.py [TEXT]     on a GPU, of kernels whose name contains TEXT ("fa2", "bfloat16");
                                       writes bench/results/<gpu>/<date>-<commit>-sanitizer.json
@@ -52,9 +52,13 @@ def compute_sanitizer() -> str:
 def calls(text: str, without: list[str]) -> None:
     """Every kernel that `text` names on every problem of CALLS; a result that is plainly wrong ends it."""
     import bed
+    import compare
     import torch
 
     from flash_ext import reference
+
+    def on_cpu(tensors: dict) -> dict:
+        return {k: x.cpu() if isinstance(x, torch.Tensor) else x for k, x in tensors.items()}
 
     count = 0
     for kernel in bed.KERNELS:
@@ -63,11 +67,16 @@ def calls(text: str, without: list[str]) -> None:
         modified = {"softcap": 5.0, "alibi": 1, "dropout_p": 0.2} if kernel.modified else {}
         for name, problem in CALLS.items():
             problem = problem | modified
-            inputs, options, _, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
-            out = kernel.forward(**inputs, **options, max_ctas=2)[0].cpu()
-            options |= {k: x.cpu() for k, x in options.items() if isinstance(x, torch.Tensor)}
-            want, _ = reference.attention(**{k: x.cpu() for k, x in inputs.items()}, **options)
-            assert float((out - want).abs().max()) < 0.05, f"{kernel}, {name}: wrong"
+            inputs, options, dout, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
+            got = {"out": kernel.forward(**inputs, **options, max_ctas=2)[0]}
+            if kernel.has_backward:
+                found = bed.gradients(kernel, **inputs, dout=dout, max_ctas=2, **options)
+                got |= dict(zip(("d_q", "d_k", "d_v"), found, strict=True))
+            dout = dout.cpu() if kernel.has_backward else None
+            want = compare.run(reference.attention, on_cpu(inputs), on_cpu(options), dout)
+            for result, x in got.items():
+                error = float((x.cpu() - want[result]).abs().max())
+                assert error < 0.05 * max(1, float(want[result].abs().max())), f"{kernel}, {name}: {result}"
             count += 1
     print(f"{count} calls")
 
