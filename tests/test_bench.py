@@ -192,9 +192,10 @@ def test_peak_memory_of_a_child():
 def small_result():
     header = {"gpu": None, "cpu": "a processor", "torch": "2", "commit": "abc"}
     row = {"contender": "cpu", "pass": "fwd", "dtype": "float32", "batch": 1, "seqlen_q": 64, "seqlen_k": 64}
-    row |= {"nheads": 2, "nheads_k": 1, "head_dim": 64, "causal": True, "window": [-1, -1]}
+    row |= {"nheads": 2, "nheads_k": 1, "head_dim": 64, "head_dim_v": 64, "causal": True, "window": [-1, -1]}
     row |= {"us": 1500.0, "tflops": 1.5, "best_peer": "sdpa_cpu", "x_best_peer": 0.5}
-    rows = [row, row | {"contender": "sdpa_cpu", "us": 750.0, "tflops": 3.0}, row | {"causal": False}]
+    packed = {"causal": False, "storage": "packed", "beside": "a plain cell", "x_beside": 0.99}
+    rows = [row, row | {"contender": "sdpa_cpu", "us": 750.0, "tflops": 3.0}, row | packed]
     return {"header": header, "rows": rows, "memory": [row | {"peak_bytes": 3 << 20}]}
 
 
@@ -205,7 +206,7 @@ def test_table():
     shape = "batch 1, 64 × 64, 2/1 heads, d 64"
     cpu, peer = "1.50 ms, 1.5 TFLOPS, 0.50 × sdpa_cpu", "0.75 ms, 3 TFLOPS"
     assert lines[4] == f"| fwd float32 causal: {shape} | {cpu} | {peer} |"
-    assert lines[5] == f"| fwd float32 full: {shape} | {cpu} | - |"
+    assert lines[5] == f"| fwd float32 full packed: {shape} | {cpu}, 0.99 × plain | - |"
     assert lines[-1] == f"| fwd float32 causal: {shape} | 3.0 MiB |"
 
 
