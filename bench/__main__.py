@@ -28,7 +28,8 @@ def main(arguments=None) -> int:
     with stream, machine.Clocks(device) as clocks:
         copy_tbs = timing.copy_bytes_per_second() / 1e12 if device == "cuda" else None
         for cell in cells:
-            cell_rows, tflops, cell_is_right = run_cell(cell, contenders, device, options.rounds)
+            beside = grid.beside.get(cell)
+            cell_rows, tflops, cell_is_right = run_cell(cell, contenders, device, options.rounds, beside)
             rows += cell_rows
             matmul_tflops += tflops
             is_right &= cell_is_right
@@ -63,12 +64,43 @@ def _find_contenders(names, device, fa3_upstream) -> dict:
     return found
 
 
-def run_cell(cell, contenders: dict, device: str, rounds: int):
-    """Check the contenders, time them: rows, cuBLAS TFLOPS a round, are ours right?"""
+def run_cell(cell, contenders: dict, device: str, rounds: int, beside=None):
+    """Check the contenders, time them: rows, cuBLAS TFLOPS a round, are ours right?
+
+    Each of ours also runs the plain cell of `beside` (see Grid) in the same rounds.
+    """
     print(f"\n{cell.name}")
     torch.manual_seed(0)
+    calls, errors, baseline_error, is_right = _check(cell, contenders, device)
+    if not calls:
+        return [], [], is_right
+    others = {}
+    if beside is not None:
+        plain, at_least = beside
+        inputs = plain.inputs(device)
+        ours = [name for name in calls if name in OURS]
+        others = {(name, "plain"): make_call(contenders[name], plain, *inputs) for name in ours}
+    cpu_us = {}
+    if device == "cuda":
+        cpu_us = {name: timing.eager_cpu_seconds(call) * 1e6 for name, call in calls.items()}
+        others["cublas"] = timing.make_matmul(DTYPES[cell.dtype])
+    seconds = timing.measure(calls | others, device, rounds)
+    rows = []
+    for name in calls:
+        row = make_row(cell, name, seconds, errors[name], baseline_error, cpu_us.get(name))
+        if (name, "plain") in seconds:
+            x_beside = cell.flops / plain.flops * _ratio(seconds[name, "plain"], seconds[name])
+            row |= {"beside": plain.name, "x_beside": x_beside, "at_least": at_least}
+        print_row(row)
+        rows.append(row)
+    return rows, [timing.MATMUL_FLOPS / s * 1e-12 for s in seconds.get("cublas", ())], is_right
+
+
+def _check(cell, contenders, device):
+    """The calls that are to be timed, the error of each, plain attention's error, are ours right?"""
     inputs = cell.inputs(device)
     expected = check.expect(cell, *inputs)
+    baseline_error = None if expected is None else expected.baseline_error
     calls, errors, is_right = {}, {}, True
     for name, contender in contenders.items():
         try:
@@ -78,35 +110,27 @@ def run_cell(cell, contenders: dict, device: str, rounds: int):
             print(f"  {name:15s} cannot: {str(reason).splitlines()[0]}")
             continue
         if not passed:
-            print(f"  {name:15s} WRONG: error {errors[name]:.1e} (baseline {expected.baseline_error:.1e})")
+            print(f"  {name:15s} WRONG: {_describe_error(errors[name], baseline_error)}")
         if passed or name not in OURS:  # a peer's error is its own; its time is still what we compare with
             calls[name] = call
         else:
             is_right = False
-    if not calls:
-        return [], [], is_right
-    tflops, cpu_us = [], {}
-    if device == "cuda":
-        cpu_us = {name: timing.eager_cpu_seconds(call) * 1e6 for name, call in calls.items()}
-        call, matmul_flops = timing.make_matmul(DTYPES[cell.dtype])
-        seconds = timing.measure(calls | {"cublas": call}, device, rounds)
-        tflops = [matmul_flops / s * 1e-12 for s in seconds["cublas"]]
-    else:
-        seconds = timing.measure(calls, device, rounds)
-    rows = []
-    for name in calls:
-        row = make_row(cell, name, seconds, errors[name], expected.baseline_error, cpu_us.get(name))
-        print_row(row, tflops)
-        rows.append(row)
-    return rows, tflops, is_right
+    return calls, errors, baseline_error, is_right
+
+
+def _ratio(seconds, own_seconds) -> float:
+    """How much faster than others: the median of the rounds' ratios."""
+    return statistics.median(map(truediv, seconds, own_seconds))
 
 
 def make_row(cell, name, seconds, max_err, baseline_err, cpu_us) -> dict:
-    """A row of the result. x_best_peer is the median over the rounds of the best peer's time / own time."""
+    """A row of the result. x_best_peer: best peer's time / own time; x_cublas: own TFLOPS / cuBLAS's."""
     median = statistics.median(seconds[name])
-    peers = [other for other in seconds if other not in (*OURS, "cublas")]
+    peers = [other for other in seconds if isinstance(other, str) and other not in (*OURS, "cublas")]
     best = min(peers, key=lambda other: statistics.median(seconds[other]), default=None)
-    ratio = best and statistics.median(map(truediv, seconds[best], seconds[name]))
+    cublas = None
+    if "cublas" in seconds:
+        cublas = cell.flops / timing.MATMUL_FLOPS * _ratio(seconds["cublas"], seconds[name])
     problem = asdict(cell)
     return {
         "contender": name,
@@ -118,18 +142,29 @@ def make_row(cell, name, seconds, max_err, baseline_err, cpu_us) -> dict:
         "baseline_err": baseline_err,
         "cpu_us": cpu_us,
         "best_peer": best,
-        "x_best_peer": ratio,
+        "x_best_peer": best and _ratio(seconds[best], seconds[name]),
+        "x_cublas": cublas,
+        "beside": None,
+        "x_beside": None,
+        "at_least": None,
     }
 
 
-def print_row(row, matmul_tflops):
+def _describe_error(error, baseline_error) -> str:
+    return "not checked" if error is None else f"error {error:.1e} (baseline {baseline_error:.1e})"
+
+
+def print_row(row):
     peer = f"{row['x_best_peer']:.2f} x {row['best_peer']}" if row["best_peer"] else "-"
     columns = [f"{row['us']:11.1f} us", f"{row['tflops']:8.3f} TFLOPS", f"{peer:22s}"]
-    if matmul_tflops:
-        columns.append(f"{100 * row['tflops'] / statistics.median(matmul_tflops):3.0f} % of cuBLAS")
+    if row["x_cublas"] is not None:
+        columns.append(f"{100 * row['x_cublas']:3.0f} % of cuBLAS")
     if row["cpu_us"] is not None:
         columns.append(f"CPU {row['cpu_us']:5.0f} us")
-    columns.append(f"error {row['max_err']:.1e} (baseline {row['baseline_err']:.1e})")
+    if row["beside"] is not None:
+        wanted = "" if row["at_least"] is None else f" (at least {row['at_least']})"
+        columns.append(f"{row['x_beside']:.3f} x plain{wanted}")
+    columns.append(_describe_error(row["max_err"], row["baseline_err"]))
     print(f"  {row['contender']:15s} {' | '.join(columns)}")
 
 

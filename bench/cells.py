@@ -1,7 +1,8 @@
 """What is measured: a cell is one attention problem and one pass, a grid is cells and who runs in them."""
 
-from dataclasses import dataclass, replace
-from itertools import product
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 
 import torch
 
@@ -12,7 +13,11 @@ _PASS_COST = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # a backward has five mat
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of a table. window is (left, right), -1 unlimited; causal is bottom-right aligned."""
+    """One row of a table. window is (left, right), -1 unlimited; causal is bottom-right aligned.
+
+    storage: "padded"; "qkv" (q, k and v are views of one tensor); "packed" (without a batch dimension,
+    cu_seqlens tells sequences apart); "ragged" (packed, lengths spread evenly from 1 to 2 seqlen_q - 1).
+    """
 
     pass_: str
     dtype: str
@@ -25,43 +30,90 @@ class Cell:
     head_dim_v: int
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    storage: str = "padded"
+    sinks: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    dropout_p: float = 0.0
 
     @property
     def name(self) -> str:
         heads = f"h{self.nheads}" if self.nheads == self.nheads_k else f"h{self.nheads}/{self.nheads_k}"
+        value_dim = "" if self.head_dim_v == self.head_dim else f",{self.head_dim_v}"
         mask = "causal" if self.causal else "full"
         window = "" if self.window == (-1, -1) else f" window {self.window[0]},{self.window[1]}"
         sizes = f"b{self.batch} s{self.seqlen_q} {heads}"
-        return f"{self.pass_} {self.dtype} d{self.head_dim} {mask}{window} {sizes}"
+        return f"{self.pass_} {self.dtype} d{self.head_dim}{value_dim} {mask}{window} {sizes}{self.options}"
+
+    @property
+    def options(self) -> str:
+        """What it has beside its shape and mask, in words."""
+        words = [self.storage] * (self.storage != "padded") + ["sinks"] * self.sinks + ["ALiBi"] * self.alibi
+        words += [f"softcap {self.softcap:g}"] * (self.softcap > 0)
+        words += [f"dropout {self.dropout_p:g}"] * (self.dropout_p > 0)
+        return "".join(f" {word}" for word in words)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.storage in ("packed", "ragged")
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Queries and keys of each sequence."""
+        if self.storage != "ragged":
+            return [(self.seqlen_q, self.seqlen_k)] * self.batch
+        lengths = [1 + 37 * i % (2 * self.seqlen_q - 1) for i in range(self.batch)]
+        return [(length, length) for length in lengths]
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that the mask lets through, in one head of one sequence."""
+        """Pairs of a query and a key that the mask lets through, in one head of all sequences."""
+        return sum(count * self._visible_pairs(*length) for length, count in Counter(self.lengths).items())
+
+    def _visible_pairs(self, seqlen_q, seqlen_k) -> int:
         left, right = self.window
         right = 0 if self.causal else right
-        offset = self.seqlen_k - self.seqlen_q
         total = 0
-        for i in range(offset, offset + self.seqlen_q):
+        for i in range(seqlen_k - seqlen_q, seqlen_k):
             first = max(0, i - left) if left >= 0 else 0
-            last = min(self.seqlen_k - 1, i + right) if right >= 0 else self.seqlen_k - 1
+            last = min(seqlen_k - 1, i + right) if right >= 0 else seqlen_k - 1
             total += max(0, last - first + 1)
         return total
 
     @property
     def flops(self) -> float:
-        forward = 2 * self.batch * self.nheads * self.visible_pairs * (self.head_dim + self.head_dim_v)
-        return forward * _PASS_COST[self.pass_]
+        return (
+            2 * self.nheads * self.visible_pairs * (self.head_dim + self.head_dim_v) * _PASS_COST[self.pass_]
+        )
 
     def inputs(self, device) -> tuple[torch.Tensor, ...]:
-        """q, k, v and the gradient of out: random normal, (batch, seqlen, heads, head_dim)."""
+        """q, k, v and the gradient of out: random normal, (batch, seqlen, heads, head_dim) unless packed."""
+        rows_q, rows_k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        if self.is_packed:
+            rows_q, rows_k = ((sum(lengths),) for lengths in zip(*self.lengths, strict=True))
         shapes = [
-            (self.batch, self.seqlen_q, self.nheads, self.head_dim),
-            (self.batch, self.seqlen_k, self.nheads_k, self.head_dim),
-            (self.batch, self.seqlen_k, self.nheads_k, self.head_dim_v),
-            (self.batch, self.seqlen_q, self.nheads, self.head_dim_v),
+            (*rows_q, self.nheads, self.head_dim),
+            (*rows_k, self.nheads_k, self.head_dim),
+            (*rows_k, self.nheads_k, self.head_dim_v),
+            (*rows_q, self.nheads, self.head_dim_v),
         ]
         q, k, v, dout = (torch.randn(shape, device=device, dtype=DTYPES[self.dtype]) for shape in shapes)
+        if self.storage == "qkv":
+            q, k, v = torch.stack((q, k, v), 2).unbind(2)
         return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+    def option_tensors(self, device) -> dict[str, torch.Tensor]:
+        """The tensors of its options by the names of flash_ext's arguments."""
+        tensors = {}
+        if self.sinks:
+            tensors["sinks"] = torch.linspace(-2, 2, self.nheads, device=device)
+        if self.alibi:
+            tensors["alibi_slopes"] = torch.logspace(-1, -8, self.nheads, base=2, device=device)
+        if self.is_packed:
+            for name, lengths in zip("qk", zip(*self.lengths, strict=True), strict=True):
+                starts = list(accumulate(lengths, initial=0))
+                tensors[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -69,6 +121,9 @@ class Grid:
     cells: list[Cell]
     contenders: tuple[str, ...]
     memory: list[Cell] = ()  # cells whose peak memory is measured in processes of their own
+    # For a cell with an option: the plain cell that is run in the same rounds, and the least share of its
+    # TFLOPS that is asked for, if any.
+    beside: dict[Cell, tuple[Cell, float | None]] = field(default_factory=dict)
 
 
 def _square(pass_, dtype, batch, seqlen, nheads, head_dim, causal, nheads_k=None) -> Cell:
@@ -95,14 +150,56 @@ def _paper() -> Grid:
     return Grid(cells, ("fa3", "fa2", "fa1", "sdpa_flash", "cudnn", "fa3_upstream"))
 
 
+def _options() -> Grid:
+    """What each option costs, as a share of the TFLOPS of the plain problem; and shapes that paper lacks."""
+    beside, others = {}, []
+    for pass_ in ("fwd", "bwd"):
+
+        def square(seqlen, head_dim, causal, nheads=None, nheads_k=None, pass_=pass_, **options):
+            nheads = nheads or 2048 // head_dim
+            cell = _square(pass_, "bfloat16", 16384 // seqlen, seqlen, nheads, head_dim, causal, nheads_k)
+            return replace(cell, **options)
+
+        for causal in (False, True):
+            plain = square(2048, 128, causal)
+            beside[replace(plain, storage="packed")] = plain, 0.97
+            for seqlen in (2047, 2049):
+                beside[replace(plain, seqlen_q=seqlen, seqlen_k=seqlen)] = plain, 0.93
+            plain = square(8192, 128, causal)
+            beside[replace(plain, seqlen_q=8191, seqlen_k=8191)] = plain, 0.93
+            beside[replace(plain, dtype="float16")] = plain, 0.98
+            beside[square(4096, 80, causal, nheads=16)] = square(4096, 96, causal, nheads=16), 0.80
+        plain = square(2048, 128, True)
+        beside[replace(plain, storage="qkv")] = plain, 0.99
+        beside[replace(plain, sinks=True)] = plain, 0.99
+        for option in ({"softcap": 30.0}, {"alibi": True}, {"dropout_p": 0.1}):
+            beside[replace(plain, **option)] = plain, None
+        for head_dim in (64, 128, 256):
+            plain = square(8192, head_dim, True)
+            beside[replace(plain, window=(1024, 0))] = plain, 0.75
+        plain = square(8192, 64, True, nheads=64, nheads_k=8)
+        beside[replace(plain, window=(1024, 0), sinks=True)] = plain, None  # GPT-OSS
+        for causal in (False, True):
+            others += [square(4096, head_dim, causal, nheads=16) for head_dim in (96, 192)]
+            others.append(square(4096, 192, causal, nheads=16, head_dim_v=128))
+        others.append(replace(square(34, 128, True), batch=8192, storage="ragged"))
+    for head_dim, causal, seqlen in product((64, 128, 256), (False, True), (2048, 8192)):
+        others.append(square(seqlen, head_dim, causal, pass_="fwd+bwd"))
+    return Grid([*beside, *others], ("fa3", "sdpa_flash", "cudnn"), beside=beside)
+
+
 def _smoke() -> Grid:
     """Small: does everything run, is everything right?"""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     cells = [_square(pass_, dtype, 2, 128, 4, 64, causal) for pass_ in PASSES for causal in (False, True)]
     cells.append(_square("fwd", dtype, 1, 96, 4, 32, True, nheads_k=2))
     cells.append(replace(cells[1], window=(16, 0)))
+    plain = replace(cells[1], seqlen_q=48, seqlen_k=48)
+    changes = [{"storage": "qkv"}, {"storage": "packed"}, {"storage": "ragged"}]
+    changes += [{"sinks": True}, {"softcap": 5.0}, {"alibi": True}, {"dropout_p": 0.1}, {"head_dim_v": 32}]
+    beside = {replace(plain, **change): (plain, None) for change in changes}
     peers = ("sdpa_cpu", "sdpa_math", "sdpa_flash", "sdpa_efficient", "cudnn")
-    return Grid(cells, ("cpu", "fa1", "fa2", "fa3", *peers))
+    return Grid([*cells, *beside], ("cpu", "fa1", "fa2", "fa3", *peers), beside=beside)
 
 
-GRIDS = {"cpu": _cpu, "paper": _paper, "smoke": _smoke}
+GRIDS = {"cpu": _cpu, "options": _options, "paper": _paper, "smoke": _smoke}

@@ -1,7 +1,7 @@
-"""Who is measured: functions (cell, q, k, v) -> out, tensors being (batch, seqlen, heads, head_dim)."""
+"""Who is measured: functions (cell, q, k, v) -> out, tensors as Cell.inputs makes them."""
 
 import ctypes
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -62,16 +62,30 @@ def make_call(contender, cell, q, k, v, dout):
 
 
 def _flash_ext(version, cell, q, k, v):
-    return flash_ext.flash_attn_func(q, k, v, causal=cell.causal, window_size=cell.window, version=version)
+    options = {"causal": cell.causal, "window_size": cell.window, "softcap": cell.softcap, "version": version}
+    options |= {"dropout_p": cell.dropout_p} | _option_tensors(cell, q.device)
+    if cell.is_packed:
+        longest_q, longest_k = map(max, zip(*cell.lengths, strict=True))
+        longest = {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+        return flash_ext.flash_attn_varlen_func(q, k, v, **longest, **options)
+    return flash_ext.flash_attn_func(q, k, v, **options)
+
+
+@lru_cache(maxsize=2)
+def _option_tensors(cell, device):
+    return cell.option_tensors(device)  # once: copies to a GPU are no part of a call
 
 
 def _sdpa(backend, cell, q, k, v):
+    if cell.is_packed or cell.sinks or cell.softcap or cell.alibi:
+        raise Unable("scaled_dot_product_attention has no such option")
     if cell.window != (-1, -1) or (cell.causal and cell.seqlen_q != cell.seqlen_k):
         raise Unable("scaled_dot_product_attention has no such mask without writing it to memory")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(backend):
         is_grouped = cell.nheads != cell.nheads_k
-        out = scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=is_grouped)
+        options = {"is_causal": cell.causal, "enable_gqa": is_grouped, "dropout_p": cell.dropout_p}
+        out = scaled_dot_product_attention(q, k, v, **options)
     return out.transpose(1, 2)
 
 
@@ -99,6 +113,6 @@ class _Fa3Upstream(torch.autograd.Function):
 
 
 def _fa3_upstream(cell, q, k, v):
-    if cell.window != (-1, -1):
-        raise Unable("fa3_upstream is measured without windows")
+    if cell.window != (-1, -1) or cell.options not in ("", " qkv"):
+        raise Unable("fa3_upstream is measured without windows and options")
     return _Fa3Upstream.apply(q, k, v, cell.causal)

@@ -24,9 +24,11 @@ def _output(*command) -> str | None:
 
 
 def commit() -> str:
-    """Short commit of the checkout, "-dirty" when it was changed; of the build where there is no checkout."""
+    """Short commit of the library that runs, "-dirty" when the checkout is of that commit and was changed."""
+    built = build_info().get("commit") or "unknown"
     text = _output("git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*")
-    return text or build_info().get("commit") or "unknown"
+    is_built = text is not None and (built.startswith(text.split("-")[0]) or built == "unknown")
+    return text if is_built else built
 
 
 def build_info() -> dict:

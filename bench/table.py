@@ -2,7 +2,10 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
+
+from bench.cells import Cell
 
 
 def table(result: dict) -> str:
@@ -17,8 +20,11 @@ def table(result: dict) -> str:
 
 def _time(row) -> str:
     text = f"{row['us'] / 1000:.2f} ms, {row['tflops']:.3g} TFLOPS"
-    is_peer = row["best_peer"] in (row["contender"], None)
-    return text if is_peer else f"{text}, {row['x_best_peer']:.2f} × {row['best_peer']}"
+    if row["best_peer"] not in (row["contender"], None):
+        text += f", {row['x_best_peer']:.2f} × {row['best_peer']}"
+    if row.get("beside"):
+        text += f", {row['x_beside']:.2f} × plain"
+    return text
 
 
 def _lines(rows, show) -> str:
@@ -32,15 +38,16 @@ def _lines(rows, show) -> str:
 
 
 def _cell(row) -> str:
-    heads = (
-        f"{row['nheads']} heads"
-        if row["nheads"] == row["nheads_k"]
-        else f"{row['nheads']}/{row['nheads_k']} heads"
+    known = {field.name: row[field.name] for field in fields(Cell) if field.name in row}
+    cell = Cell(pass_=row["pass"], **known | {"window": tuple(row["window"])})
+    heads = f"{cell.nheads} heads" if cell.nheads == cell.nheads_k else f"{cell.nheads}/{cell.nheads_k} heads"
+    mask = "causal" if cell.causal else "full"
+    window = "" if cell.window == (-1, -1) else f" window {cell.window}"
+    dims = (
+        f"d {cell.head_dim}" if cell.head_dim == cell.head_dim_v else f"d {cell.head_dim}, {cell.head_dim_v}"
     )
-    mask = "causal" if row["causal"] else "full"
-    window = "" if row["window"] == [-1, -1] else f" window {tuple(row['window'])}"
-    shape = f"batch {row['batch']}, {row['seqlen_q']} × {row['seqlen_k']}, {heads}, d {row['head_dim']}"
-    return f"{row['pass']} {row['dtype']} {mask}{window}: {shape}"
+    shape = f"batch {cell.batch}, {cell.seqlen_q} × {cell.seqlen_k}, {heads}, {dims}"
+    return f"{cell.pass_} {cell.dtype} {mask}{window}{cell.options}: {shape}"
 
 
 if __name__ == "__main__":

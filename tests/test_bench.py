@@ -23,8 +23,11 @@ CELL = Cell("fwd", "float32", 1, 8, 8, 4, 2, 16, 16)
 ROW_TYPES = {
     "contender": str, "pass": str, "dtype": str, "batch": int, "seqlen_q": int, "seqlen_k": int,
     "nheads": int, "nheads_k": int, "head_dim": int, "head_dim_v": int, "causal": bool, "window": list,
-    "us": float, "tflops": float, "max_err": float, "baseline_err": float,
+    "storage": str, "sinks": bool, "softcap": float, "alibi": bool, "dropout_p": float,
+    "us": float, "tflops": float, "max_err": (float, type(None)), "baseline_err": (float, type(None)),
     "cpu_us": (float, type(None)), "best_peer": (str, type(None)), "x_best_peer": (float, type(None)),
+    "x_cublas": (float, type(None)),
+    "beside": (str, type(None)), "x_beside": (float, type(None)), "at_least": (float, type(None)),
 }  # fmt: skip
 HEADER = {
     "name", "date", "commit", "gpu", "cpu", "threads", "driver", "torch", "cudnn", "nvcc", "ptxas",
@@ -48,7 +51,7 @@ HEADER = {
 def test_masked_work_is_counted_exactly(change, pairs):
     cell = replace(CELL, **change)
     assert cell.visible_pairs == pairs
-    visible = check._visible(cell, "cpu")
+    visible, _ = check._mask(cell, cell.seqlen_q, cell.seqlen_k, "cpu")
     assert visible is None or int(visible.sum()) == pairs
     assert cell.flops == 4 * 1 * 4 * pairs * 16
     assert replace(cell, pass_="bwd").flops == 2.5 * cell.flops
@@ -63,6 +66,46 @@ def test_the_paper_grid_has_forty_shapes():
         assert f"{pass_} bfloat16 d128 causal b4 s4096 h16" in names
         assert f"{pass_} bfloat16 d128 full b2 s8192 h64/8" in names
     assert all(cell.batch * cell.seqlen_q == 16384 for cell in cells)
+
+
+def test_options_are_measured_beside_a_plain_cell():
+    grid = GRIDS["options"]()
+    assert len(set(grid.cells)) == len(grid.cells)
+    for cell, (plain, at_least) in grid.beside.items():
+        assert cell in grid.cells and cell != plain and not plain.options
+        assert (cell.pass_, cell.causal) == (plain.pass_, plain.causal)
+        assert at_least is None or 0.7 < at_least < 1
+    asked = {"packed", "qkv", "sinks", "softcap 30", "ALiBi", "dropout 0.1", "ragged"}
+    for pass_ in ("fwd", "bwd"):
+        cells = [cell for cell in grid.cells if cell.pass_ == pass_]
+        assert asked <= {cell.options.strip() for cell in cells}
+        assert {(80, 80), (96, 96), (192, 192), (192, 128)} <= {(c.head_dim, c.head_dim_v) for c in cells}
+        assert {2047, 2049, 8191} <= {cell.seqlen_q for cell in cells}
+        assert {cell.window for cell in cells} == {(-1, -1), (1024, 0)}
+    assert sum(cell.pass_ == "fwd+bwd" for cell in grid.cells) == 12
+
+
+def test_ragged_lengths():
+    cell = replace(CELL, batch=7, seqlen_q=4, seqlen_k=4, storage="ragged", causal=True)
+    lengths = [length for length, _ in cell.lengths]
+    assert sorted(lengths) == [1, 2, 3, 4, 5, 6, 7]
+    assert cell.visible_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    q, k, _, dout = cell.inputs("cpu")
+    assert q.shape == (28, 4, 16) and k.shape == (28, 2, 16) and dout.shape == q.shape
+    assert cell.option_tensors("cpu")["cu_seqlens_k"].diff().tolist() == lengths
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_only_the_first_sequences_are_checked(pass_, monkeypatch):
+    monkeypatch.setattr(check, "_SEQUENCES", 3)
+    cell = replace(CELL, pass_=pass_, batch=7, seqlen_q=4, seqlen_k=4, storage="ragged", causal=True)
+    inputs = cell.inputs("cpu")
+    expected = check.expect(cell, *inputs)
+    assert len(expected.results[0]) == sum(length for length, _ in cell.lengths[:3])
+    results = [result.detach().clone() for result in make_call(find("cpu", "cpu"), cell, *inputs)()]
+    assert check.check(expected, results)[1]
+    results[0][0] += 1
+    assert not check.check(expected, results)[1]
 
 
 def test_turns_are_rotated_and_counted(monkeypatch):
@@ -83,6 +126,7 @@ def test_ratio_is_the_median_of_the_rounds():
     seconds = {"cpu": [1.0, 2.0, 4.0], "slow": [9.0, 9.0, 9.0], "fast": [2.0, 2.0, 2.0], "cublas": [0.1] * 3}
     row = bench.make_row(CELL, "cpu", seconds, 0.0, 0.0, None)
     assert row["best_peer"] == "fast" and row["x_best_peer"] == 1.0 and row["us"] == 2e6
+    assert row["x_cublas"] == pytest.approx(CELL.flops / timing.MATMUL_FLOPS * 0.05)
     assert bench.make_row(CELL, "fast", seconds, 0.0, 0.0, None)["x_best_peer"] == 1.0
 
 
@@ -148,9 +192,10 @@ def test_peak_memory_of_a_child():
 def small_result():
     header = {"gpu": None, "cpu": "a processor", "torch": "2", "commit": "abc"}
     row = {"contender": "cpu", "pass": "fwd", "dtype": "float32", "batch": 1, "seqlen_q": 64, "seqlen_k": 64}
-    row |= {"nheads": 2, "nheads_k": 1, "head_dim": 64, "causal": True, "window": [-1, -1]}
+    row |= {"nheads": 2, "nheads_k": 1, "head_dim": 64, "head_dim_v": 64, "causal": True, "window": [-1, -1]}
     row |= {"us": 1500.0, "tflops": 1.5, "best_peer": "sdpa_cpu", "x_best_peer": 0.5}
-    rows = [row, row | {"contender": "sdpa_cpu", "us": 750.0, "tflops": 3.0}, row | {"causal": False}]
+    packed = {"causal": False, "storage": "packed", "beside": "a plain cell", "x_beside": 0.99}
+    rows = [row, row | {"contender": "sdpa_cpu", "us": 750.0, "tflops": 3.0}, row | packed]
     return {"header": header, "rows": rows, "memory": [row | {"peak_bytes": 3 << 20}]}
 
 
@@ -161,7 +206,7 @@ def test_table():
     shape = "batch 1, 64 × 64, 2/1 heads, d 64"
     cpu, peer = "1.50 ms, 1.5 TFLOPS, 0.50 × sdpa_cpu", "0.75 ms, 3 TFLOPS"
     assert lines[4] == f"| fwd float32 causal: {shape} | {cpu} | {peer} |"
-    assert lines[5] == f"| fwd float32 full: {shape} | {cpu} | - |"
+    assert lines[5] == f"| fwd float32 full packed: {shape} | {cpu}, 0.99 × plain | - |"
     assert lines[-1] == f"| fwd float32 causal: {shape} | 3.0 MiB |"
 
 
