@@ -14,8 +14,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report bench wheel wheel-check \
-	clean clean-env
+.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report bench ablation wheel \
+	wheel-check clean clean-env
 
 build: .venv/ready
 	$(PY) setup.py --quiet build_ext --inplace
@@ -63,6 +63,10 @@ report: build .venv/report
 
 bench: build
 	$(PY) -m bench $(ARGS)
+
+# fa2's forward with one choice undone at a time; then, on a GPU: python -m bench.ablation
+ablation: .venv/ready
+	$(PY) tools/ablation.py
 
 wheel: .venv/ready
 	rm -rf dist build/lib*

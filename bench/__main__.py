@@ -12,7 +12,7 @@ import torch
 
 from bench import check, machine, memory, timing
 from bench.cells import DTYPES, GRIDS
-from bench.contenders import OURS, Unable, find, make_call
+from bench.contenders import Unable, find, is_ours, make_call
 
 
 def main(arguments=None) -> int:
@@ -78,7 +78,7 @@ def run_cell(cell, contenders: dict, device: str, rounds: int, beside=None):
     if beside is not None:
         plain, at_least = beside
         inputs = plain.inputs(device)
-        ours = [name for name in calls if name in OURS]
+        ours = [name for name in calls if is_ours(name)]
         others = {(name, "plain"): make_call(contenders[name], plain, *inputs) for name in ours}
     cpu_us = {}
     if device == "cuda":
@@ -111,7 +111,7 @@ def _check(cell, contenders, device):
             continue
         if not passed:
             print(f"  {name:15s} WRONG: {_describe_error(errors[name], baseline_error)}")
-        if passed or name not in OURS:  # a peer's error is its own; its time is still what we compare with
+        if passed or not is_ours(name):  # a peer's error is its own; its time is still what we compare with
             calls[name] = call
         else:
             is_right = False
@@ -126,7 +126,9 @@ def _ratio(seconds, own_seconds) -> float:
 def make_row(cell, name, seconds, max_err, baseline_err, cpu_us) -> dict:
     """A row of the result. x_best_peer: best peer's time / own time; x_cublas: own TFLOPS / cuBLAS's."""
     median = statistics.median(seconds[name])
-    peers = [other for other in seconds if isinstance(other, str) and other not in (*OURS, "cublas")]
+    peers = [
+        other for other in seconds if isinstance(other, str) and not is_ours(other) and other != "cublas"
+    ]
     best = min(peers, key=lambda other: statistics.median(seconds[other]), default=None)
     cublas = None
     if "cublas" in seconds:

@@ -1,8 +1,14 @@
-"""Who is measured: functions (cell, q, k, v) -> out, tensors as Cell.inputs makes them."""
+"""Who is measured: functions (cell, q, k, v) -> out, tensors as Cell.inputs makes them.
+
+"fa2:3" is fa2 with the third of its bucket's tiles, which another card takes, forced in the measured pass.
+"""
 
 import ctypes
+import os
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,16 +28,21 @@ _SDPA = {
 }
 
 
+def is_ours(name: str) -> bool:
+    return name.partition(":")[0] in OURS
+
+
 class Unable(Exception):
     """A contender cannot run a cell; the text says why."""
 
 
 def find(name: str, device: str, fa3_upstream: str | None = None):
     """The contender of a name; raises Unable when it cannot run on this device at all."""
-    if (name in _CPU_ONLY and device != "cpu") or (name in _CUDA_ONLY and device != "cuda"):
+    version, _, tile = name.partition(":")
+    if (version in _CPU_ONLY and device != "cpu") or (version in _CUDA_ONLY and device != "cuda"):
         raise Unable(f"{name} does not run on {device}")
-    if name in OURS:
-        return partial(_flash_ext, name)
+    if version in OURS:
+        return Tiled(partial(_flash_ext, version), tile) if tile else partial(_flash_ext, version)
     if name in _SDPA:
         return partial(_sdpa, _SDPA[name])
     if name == "fa3_upstream":
@@ -43,11 +54,30 @@ def find(name: str, device: str, fa3_upstream: str | None = None):
     raise SystemExit(f"bench: there is no contender {name!r}; known are {known}")
 
 
+class Tiled(NamedTuple):
+    """A contender whose tile is forced."""
+
+    contender: Callable
+    tile: str
+
+    def force(self, call):
+        def forced():
+            os.environ["FLASH_EXT_TILE"] = self.tile  # read at every call, on whatever thread
+            try:
+                return call()
+            finally:
+                del os.environ["FLASH_EXT_TILE"]
+
+        return forced
+
+
 def make_call(contender, cell, q, k, v, dout):
     """What is timed, as a function without arguments that returns the pass's results.
 
     A backward alone keeps the graph of one forward and runs its gradient again and again.
     """
+    if isinstance(contender, Tiled):
+        return contender.force(make_call(contender.contender, cell, q, k, v, dout))
     if cell.pass_ == "fwd":
 
         def forward():

@@ -74,18 +74,18 @@ def test_plans_of_fa2():
         assert why_not("fa2", halves()).endswith(f"fa2: {not_built('fa2')}")
         return
 
-    def tile(device, head_dim, seqlen=512, **options):
-        tensors = halves(head_dim=head_dim, seqlen=seqlen)
+    def tile(device, head_dim, **options):
+        tensors = halves(head_dim=head_dim, seqlen=512)
         return flash_ext.plan(*tensors, device=device, version="fa2", **options).tile
 
-    large = {32: (128, 128), 64: (128, 64), 96: (128, 64), 128: (128, 64), 192: (128, 64), 256: (64, 64)}
+    large = {32: (128, 128), 64: (128, 64), 96: (128, 64), 128: (128, 64), 192: (64, 64), 256: (64, 64)}
     for head_dim, want in large.items():
         assert tile("sm_90", head_dim) == want
     assert tile("sm_90", 200) == (64, 64), "the bucket of 256"
-    assert tile("sm_90", 256, seqlen=4096) == (128, 64), "long enough for one CTA on an SM"
     assert tile("sm_80", 128) == (128, 32), "two of them on an SM"
-    assert tile("sm_80", 256) == (128, 32), "eight warps"
-    small = {32: (128, 128), 64: (128, 64), 96: (128, 32), 128: (128, 64), 192: (128, 32), 256: (64, 64)}
+    assert tile("sm_80", 192) == (64, 64), "two of them on an SM"
+    assert tile("sm_80", 256) == (128, 64), "eight warps"
+    small = {32: (128, 128), 64: (128, 64), 96: (128, 32), 128: (128, 64), 192: (64, 64), 256: (64, 32)}
     for head_dim, want in small.items():
         assert tile("sm_86", head_dim) == want, "99 KB of shared memory"
         assert tile("sm_86", head_dim, softcap=5.0)[0] == want[0]

@@ -43,7 +43,8 @@ class Mutant(NamedTuple):
     @property
     def wider(self) -> tuple[str, ...]:
         """Buckets beside 64, for code that runs only there."""
-        return {WIDE: ("256",), FA2_BWD: ("128",)}.get(self.file, ())
+        shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
+        return (shared | {WIDE: ("256",), FA2_BWD: ("128",)}).get(self.file, ())
 
     def needs(self, instance: str) -> bool:
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
@@ -51,7 +52,7 @@ class Mutant(NamedTuple):
         dtype = "__half" if self.backend == "fa1" else "__nv_bfloat16"
         if element != dtype or head_dim not in ("64", *self.wider):
             return False
-        backward = "bwd" in self.file or self.test in BACKWARD
+        backward = "bwd" in self.file or self.test in (*BACKWARD, "")
         modified = self.test in (MODIFIED, "")
         return ("bwd" not in kernel or backward) and ("kModified" not in instance or modified)
 
@@ -66,6 +67,7 @@ STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
 MODIFIED = "test_gpu_rule.py::test_modified_scores"
 
 FWD, TILE, STEP = "fa2/fwd.cuh", "fa2/smem_tile.cuh", "device/warp_rows.cuh"
+KEYS, SHARE = "fa2/fwd_load.cuh", "fa2/fwd_share.cuh"
 FWD3, LOAD3 = "fa3/fwd.cuh", "fa3/fwd_load.cuh"
 VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
 SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
@@ -76,16 +78,35 @@ BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequen
 SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
 BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
 
-FA2_BWD, FA2_WORK = "fa2/bwd.cuh", "fa2/bwd_work.cuh"
+FA2_BWD, FA2_WORK, FA2_MODIFY = "fa2/bwd.cuh", "fa2/bwd_work.cuh", "fa2/bwd_modify.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
 TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
 
 MUTANTS = [
     Mutant(*row)
     for row in [
-        ("no wait for loads", NEEDLE, FWD, "cp_async_wait<Traits::kPending>();", "", True),
-        ("no barrier behind loads", NEEDLE, FWD, "block_barrier();  // everybody's is", "//", True),
-        ("no wait for V", NEEDLE, FWD, "cp_async_wait<0>();", "", True),
+        ("no wait for loads", NEEDLE, KEYS, "cp_async_wait<Traits::kStages - 2>();", "", True),
+        ("no barrier behind loads", NEEDLE, KEYS, "block_barrier();  // everybody's is, and", "//", True),
+        ("no wait for V", NEEDLE, KEYS, "cp_async_wait<0>();  // this thread's part of V", "", True),
+        (
+            "the other's P not waited for",
+            NEEDLE,
+            KEYS,
+            "block_barrier();     // everybody's is there, and nobody reads K",
+            "//",
+            True,
+        ),
+        ("P of a warp's own keys twice", NEEDLE, FWD, "p_address(1 - sharer)", "p_address(sharer)"),
+        ("V of a warp's own keys twice", NEEDLE, FWD, "v += sharer ? -kWarpKeys : kWarpKeys;", ""),
+        (
+            "columns of the other sharer",
+            NEEDLE,
+            FWD,
+            "+ 2 * place.sharer + d % 2",
+            "+ 2 - 2 * place.sharer + d % 2",
+        ),
+        ("maxima of half of the keys", NUMBERS, STEP, "sharers.combine(m, most", "Alone{}.combine(m, most"),
+        ("sums of half of the keys", RULE, FWD, "sharers.combine(m, softmax", "Alone{}.combine(m, softmax"),
         ("no barrier between tiles", NEEDLE, FWD, "block_barrier();  // the tile before", "//", True),
         ("causal limit shifted", MASK, VISIBLE, "window_right + 1;", "window_right + 2;"),
         ("window begins late", MASK, VISIBLE, "offset - window_left;", "offset - window_left + 1;"),
@@ -98,8 +119,8 @@ MUTANTS = [
             "maximum of half a quad",
             NUMBERS,
             LAZY,
-            "__shfl_xor_sync(0xffffffffu, most, Lanes::kNextTwoPairs)",
-            "most",
+            "__shfl_xor_sync(0xffffffffu, row, Lanes::kNextTwoPairs)",
+            "row",
         ),
         ("passing scores overlooked", NUMBERS, LAZY, "signs &= __float", "if (i != 5) signs &= __float"),
         ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
@@ -253,10 +274,48 @@ MUTANTS = [
             "params.heads_per_kv;",
         ),
         ("fa2: ragged last queries skipped", RULE, FA2_WORK, "(i_end + Traits::kBlockM - 1)", "i_end"),
+        (
+            "fa2: dropped P in dV",
+            MODIFIED,
+            FA2_BWD,
+            "bits & 1 ? p[m][i] : 0.f, bits & 2 ? p[m][i + 1] : 0.f",
+            "p[m][i], p[m][i + 1]",
+        ),
+        ("fa2: dV of kept ones not scaled", MODIFIED, FA2_BWD, "modifiers[0].kept_scale : 1.f", "1.f : 1.f"),
+        (
+            "fa2: the other head's modifier",
+            MODIFIED,
+            FA2_BWD,
+            "modifiers[at.head % 2], work",
+            "modifiers[0], work",
+        ),
+        (
+            "fa2: softcap's derivative left out",
+            MODIFIED,
+            FA2_MODIFY,
+            " * cap_derivative(s[m][i], inverse_cap)",
+            "",
+        ),
+        (
+            "fa2: dP of dropped ones",
+            MODIFIED,
+            FA2_MODIFY,
+            "drop ? 0.f : dp[m][i] * modifier.kept_scale",
+            "dp[m][i] * modifier.kept_scale",
+        ),
+        ("fa2: dropout of the keys before", MODIFIED, FA2_MODIFY, "8 * n, key + 16 * m)", "8 * n, key)"),
+        (
+            "fa2: alibi's distance not negated",
+            MODIFIED,
+            FA2_MODIFY,
+            "key + 16 * m + lane / 4 - query - 2 * (lane % 4) - offset",
+            "query + 2 * (lane % 4) + offset - key - 16 * m - lane / 4",
+        ),
+        ("fa2: delta of other queries", MODIFIED, FA2_MODIFY, "delta + 32 * n", "delta"),
         ("fa2: dK past the end is written", BWD_GUARDS, "fa2/bwd_output.cuh", "j >= length", "j > length"),
     ]
 ]
-CONTROLS = [Mutant("control of fa2", "", FA2_BWD, "", ""), Mutant("control of fa3", "", WIDE, "", "")]
+CONTROLS = [Mutant("control of fa2", "", SHARE, "", ""), Mutant("control of fa3", "", WIDE, "", "")]
 
 
 def slug(name: str) -> str:

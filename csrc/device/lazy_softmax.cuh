@@ -49,21 +49,29 @@ struct LazySoftmax {
     return static_cast<int>(signs) >= 0;
   }
 
-  // Raises the references of rows that have passed them or have none; scores and the sum, here, and
-  // O must follow. Whether all rows of this lane have one now.
+  // The largest scores of this lane's two rows.
   template <int kCount>
-  __device__ __forceinline__ bool raise(float (&s)[kCount], float scale_log2, float slack,
-                                        float (&rescale)[2]) {
+  static __device__ __forceinline__ void maxima(const float (&s)[kCount], float (&most)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float row = -INFINITY;
+#pragma unroll
+      for (int i = 2 * half; i < kCount; i += 4) row = fmaxf(row, fmaxf(s[i], s[i + 1]));
+      row = fmaxf(row, __shfl_xor_sync(0xffffffffu, row, Lanes::kNextPair));
+      most[half] = fmaxf(row, __shfl_xor_sync(0xffffffffu, row, Lanes::kNextTwoPairs));
+    }
+  }
+
+  // Raises the references of rows whose maximum has passed them or that have none; scores and the
+  // sum, here, and O must follow. Whether all rows of this lane have one now.
+  template <int kCount>
+  __device__ __forceinline__ bool raise(float (&s)[kCount], const float (&most)[2],
+                                        float scale_log2, float slack, float (&rescale)[2]) {
     bool all_set = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = -INFINITY;
-#pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) most = fmaxf(most, fmaxf(s[i], s[i + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, Lanes::kNextPair));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, Lanes::kNextTwoPairs));
       const bool unset = start[2 * half] == kUnset;
-      const float up = most > (unset ? -INFINITY : 0.f) ? most + slack : 0.f;
+      const float up = most[half] > (unset ? -INFINITY : 0.f) ? most[half] + slack : 0.f;
       rescale[half] = unset ? 1.f : exp2_approx(-up * scale_log2);
       sum[half] *= rescale[half];
       start[2 * half] = start[2 * half + 1] = start[2 * half] - up;

@@ -37,6 +37,7 @@ struct FwdTraits {
   static constexpr int kRowBytes = kHeadDim * 2;
   static constexpr int kChunks = kRowBytes / 16;  // of a row: what a lane loads at once
   static constexpr int kMTiles = kWarpRows / 16;
+  static constexpr int kSharers = 1;  // no other warp has its rows
   static constexpr int kDTiles = kHeadDim / 8;
   static constexpr int kStepN = kBlockN;  // keys whose scores are in registers at once
   static constexpr int kNTiles = kStepN / 8;

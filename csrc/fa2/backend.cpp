@@ -3,6 +3,7 @@
 
 #include "device/fwd_host.h"
 #include "fa2/backward.h"
+#include "fa2/fwd_cut.h"
 #include "fa2/launch.h"
 
 namespace flash_ext::fa2 {
@@ -18,47 +19,44 @@ struct Instance {
   DType dtype;
   int head_dim, block_m, block_n, stages;
   bool modified;
-  cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
+  int warps, smem_bytes;
+  decltype(&launch_fwd<__half, 64, 128, 64, 2, false>) launch;
 
-  int smem_bytes() const { return 2 * head_dim * (block_m + 2 * stages * block_n); }
-  int warps() const { return block_m / (head_dim > 128 ? 16 : 32); }
-  // Warps that an SM holds at once. A CTA takes 1 KB more of shared memory for what it declares
-  // itself, and 1 KB for the system; an SM has 1 KB beyond what one may ask for. Registers are
-  // there for 8 warps at least.
+  // Warps that an SM holds at once, as far as more of them are faster. An SM has 1 KB beyond what a
+  // CTA may ask for; each takes 1 KB for the system and a little for what the kernel declares
+  // itself. Registers are there for 8 warps at least.
   int warps_on(const Device& device) const {
-    const int blocks = (device.smem_optin + 1024) / (smem_bytes() + 2048);
-    return std::min(blocks, kFull / warps()) * warps();
+    constexpr int kSystem = 1024, kDeclared = 256;
+    constexpr int kFull = 8;  // two for each scheduler hide each other's latency
+    const int ctas = (device.smem_optin + kSystem) / (smem_bytes + kDeclared + kSystem);
+    return std::min(ctas, kFull / warps) * warps;
   }
-  static constexpr int kFull = 8;  // two for each scheduler hide each other's latency
 };
+
+template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages, bool kModified>
+constexpr Instance make_instance() {
+  using Cut = FwdCut<kHeadDim, kBlockM, kBlockN, kStages>;
+  return {kDType<Element>,
+          kHeadDim,
+          kBlockM,
+          kBlockN,
+          kStages,
+          kModified,
+          Cut::kWarps,
+          Cut::kSmemBytes,
+          &launch_fwd<Element, kHeadDim, kBlockM, kBlockN, kStages, kModified>};
+}
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
 #define INSTANCE_bwd(...)
-#define INSTANCE_fwd(element, head_dim, block_m, block_n, stages, scores) \
-  {kDType<element>,                                                       \
-   head_dim,                                                              \
-   block_m,                                                               \
-   block_n,                                                               \
-   stages,                                                                \
-   scores,                                                                \
-   &launch_fwd<element, head_dim, block_m, block_n, stages, scores>},
+#define INSTANCE_fwd(...) make_instance<__VA_ARGS__>(),
 constexpr Instance kInstances[] = {
 #include "fa2/instances.inc"
 };
 #undef INSTANCE
 
-// How well an instance suits the card and the problem. Nothing runs beside the beginning and the
-// end of a tile when its CTA has an SM for itself: with few rows, two smaller ones are faster
-// (measured on 9.0, head_dim 256: 6 % at 512, 4 % slower from 4k on).
-int suits(const Instance& instance, const Problem& p) {
-  const int64_t rows = p.batch ? p.total_q / p.batch : 0;
-  const int warps = instance.warps_on(p.device);
-  if (warps < Instance::kFull) return warps > 0;
-  return instance.warps() < Instance::kFull || rows >= 4096 ? 3 : 2;
-}
-
-// An instance of the smallest bucket that holds both head dimensions: the first of those that suit
-// best; p.tile = 1, 2, ... forces one of them. Null when there is none.
+// An instance of the smallest bucket that holds both head dimensions: the first of those that give
+// an SM most warps; p.tile = 1, 2, ... forces one of them. Null when there is none.
 const Instance* find_instance(const Problem& p) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
   const Instance* best = nullptr;
@@ -69,7 +67,7 @@ const Instance* find_instance(const Problem& p) {
     if (bucket == 0) bucket = instance.head_dim;
     if (instance.head_dim != bucket) continue;
     if (++tile == p.tile) return &instance;
-    if (!best || suits(instance, p) > suits(*best, p)) best = &instance;
+    if (!best || instance.warps_on(p.device) > best->warps_on(p.device)) best = &instance;
   }
   return p.tile > 0 ? nullptr : best;
 }
@@ -98,8 +96,7 @@ Status why_not(const Problem* problem) {
                        "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
                        p.head_dim_v);
   }
-  return instance_why_not(p, instance->smem_bytes(),
-                          make_scheduler(p, instance->block_m).num_tiles);
+  return instance_why_not(p, instance->smem_bytes, make_scheduler(p, instance->block_m).num_tiles);
 }
 
 // ---- plan -------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ Status plan(const Problem* problem, Plan* plan) {
   plan->tile_n = instance.block_n;
   plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
   if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
-  plan->smem = instance.smem_bytes();
+  plan->smem = instance.smem_bytes;
   plan->stages = instance.stages;
   plan->launches = plan->grid > 0;
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",

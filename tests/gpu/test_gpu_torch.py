@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import flash_ext
+from flash_ext import flash_attn_3
 
 
 def halves(head_dim: int = 64, dtype=torch.bfloat16, **options) -> list[torch.Tensor]:
@@ -107,3 +108,88 @@ def test_compiled_block_equals_eager():
     fused = torch.compile(block, fullgraph=True)(x)
     want = block.double()(x.double(), attention=double_attention)
     assert float((fused - want).abs().max()) <= 2 * float((eager - want).abs().max())
+
+
+def training_step(block, x, model):
+    """The gradient of each parameter, by a model that has the block's parameters."""
+    block.zero_grad()
+    model(x).square().mean().backward()
+    return [parameter.grad.clone() for parameter in block.parameters()]
+
+
+def test_compiled_training_step_equals_eager():
+    block = Block().to(bed.DEVICE, torch.bfloat16)
+    x = torch.randn(2, 200, 256, device=bed.DEVICE, dtype=torch.bfloat16)
+    with torch.random.fork_rng():
+        eager = training_step(block, x, block)
+        traced = training_step(block, x, torch.compile(block, fullgraph=True, backend="aot_eager"))
+        fused = training_step(block, x, torch.compile(block, fullgraph=True))
+    exact = block.double()
+    want = training_step(exact, x.double(), lambda x: exact(x, attention=double_attention))
+    for compiled in (traced, fused):
+        for got, plain, true in zip(compiled, eager, want, strict=True):
+            assert float((got - true).norm()) <= 1.25 * float((plain - true).norm())
+
+
+def packed(*tensors):
+    return [x.flatten(0, 1) for x in tensors]
+
+
+def unpacked(out, like):
+    return out.unflatten(0, like.shape[:2])
+
+
+def cu_seqlens(x):
+    return torch.arange(0, x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+# Each public function that has gradients, as a function of padded q, k and v.
+FUNCTIONS = {
+    "func": flash_ext.flash_attn_func,
+    "qkvpacked": lambda q, k, v, **o: flash_ext.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **o),
+    "kvpacked": lambda q, k, v, **o: flash_ext.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **o),
+    "varlen": lambda q, k, v, **o: unpacked(
+        flash_ext.flash_attn_varlen_func(*packed(q, k, v), *[cu_seqlens(q)] * 2, *[q.shape[1]] * 2, **o), q
+    ),
+    "varlen_qkvpacked": lambda q, k, v, **o: unpacked(
+        flash_ext.flash_attn_varlen_qkvpacked_func(
+            torch.stack(packed(q, k, v), 1), cu_seqlens(q), q.shape[1], **o
+        ),
+        q,
+    ),
+    "varlen_kvpacked": lambda q, k, v, **o: unpacked(
+        flash_ext.flash_attn_varlen_kvpacked_func(
+            q.flatten(0, 1), torch.stack(packed(k, v), 1), *[cu_seqlens(q)] * 2, *[q.shape[1]] * 2, **o
+        ),
+        q,
+    ),
+    "3: func": flash_attn_3.flash_attn_func,
+    "3: varlen": lambda q, k, v, **o: unpacked(
+        flash_attn_3.flash_attn_varlen_func(*packed(q, k, v), *[cu_seqlens(q)] * 2, *[q.shape[1]] * 2, **o), q
+    ),
+    "3: qkvpacked": lambda q, k, v, **o: flash_attn_3.flash_attn_qkvpacked_func(
+        torch.cat([q, k, v], 2), num_heads_q=q.shape[2], **o
+    ),
+    "sdpa": lambda q, k, v, causal, version: flash_ext.sdpa(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal
+    ).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("backend", [name for name in bed.BACKENDS if bed.can(name, backward=True)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_every_function(name, backend):
+    q, k, v = halves(dtype=torch.float16, requires_grad=True)
+    dout = torch.randn_like(q)
+
+    def gradients(function, *inputs, **options):
+        return torch.autograd.grad(
+            function(*inputs, causal=True, **options), inputs, dout.to(inputs[0].dtype)
+        )
+
+    got = gradients(FUNCTIONS[name], q, k, v, version=backend)
+    want = gradients(double_attention, q.double(), k.double(), v.double())
+    plain = gradients(flash_ext.flash_attn_func, q, k, v, version=backend)
+    for x, y, exact in zip(got, plain, want, strict=True):
+        error = float((y - exact).norm())
+        assert error <= 0.01 * float(exact.norm()) and float((x - exact).norm()) <= 1.25 * error
