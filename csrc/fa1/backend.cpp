@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "device/fwd_host.h"
+#include "fa1/backward.h"
 #include "fa1/launch.h"
 
 namespace flash_ext::fa1 {
@@ -25,6 +26,7 @@ struct Instance {
 };
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
+#define INSTANCE_bwd(...)
 #define INSTANCE_fwd(head_dim, block_m, block_n, scores) \
   {false, head_dim, block_m, block_n, scores, &launch_fwd<head_dim, block_m, block_n, scores>},
 #define INSTANCE_volta_fwd(head_dim, block_m, block_n, scores) \
@@ -78,7 +80,9 @@ Status why_not(const Problem* problem) {
     return unsupported("its cards have no bfloat16 arithmetic: use float16");
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) return unsupported("it has no gradients yet");
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) {
+    return takes_volta(cc) ? unsupported("it has no gradients on 7.0 yet") : kBackward.why_not(p);
+  }
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
@@ -94,6 +98,10 @@ Status why_not(const Problem* problem) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) {
+    *plan = kBackward.plan(*problem);
+    return ok_status();
+  }
   const Instance& instance = *find_instance(*problem);
   *plan = Plan{};
   plan->tile_m = instance.block_m;
@@ -123,7 +131,7 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
 
 Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
   const Status reason = why_not(problem);
-  return (void)tensors, (void)call, reason;
+  return reason.ok() ? kBackward.run(*problem, *tensors, *call) : reason;
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "device/bwd_params.h"
+#include "device/bwd_rows.h"
 #include "device/fwd_params.h"
 
 namespace flash_ext::fa1 {
@@ -15,5 +17,10 @@ cudaError_t launch_fwd(const device::FwdParams& params, int64_t grid, cudaStream
 // The same for 7.0.
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_volta_fwd(const device::FwdParams& params, int64_t grid, cudaStream_t stream);
+
+// The three kernels of a backward, one after the other; 0 tiles of keys: the row kernels alone.
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+cudaError_t launch_bwd(const device::BwdRowsParams& rows, const device::BwdParams& params,
+                       int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa1

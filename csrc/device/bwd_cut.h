@@ -2,7 +2,7 @@
 // host and kernel have to agree on.
 #pragma once
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kDsStages_, bool kModified_>
 struct BwdCut {
@@ -49,4 +49,4 @@ struct BwdCut {
   static constexpr int kSmemBytes = kStage + kStages * kStageBytes;
 };
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

@@ -1,0 +1,31 @@
+// The backward's table of instances.
+#include "fa1/backward.h"
+
+#include "fa1/launch.h"
+
+namespace flash_ext::fa1 {
+namespace {
+
+using namespace device;
+
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+constexpr BwdInstance make_instance() {
+  return make_bwd_instance<__half, BwdCut<kHeadDim, kBlockM, kBlockN, 1, 1, kModified>>(
+      &launch_bwd<kHeadDim, kBlockM, kBlockN, kModified>);
+}
+
+#define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
+#define INSTANCE_fwd(...)
+#define INSTANCE_volta_fwd(...)
+#define INSTANCE_bwd(...) make_instance<__VA_ARGS__>(),
+constexpr BwdInstance kInstances[] = {
+#include "fa1/instances.inc"
+    {},  // a build for 7.0 alone has no other
+};
+#undef INSTANCE
+
+}  // namespace
+
+const BwdTable kBackward(kInstances);
+
+}  // namespace flash_ext::fa1
