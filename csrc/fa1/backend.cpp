@@ -3,6 +3,7 @@
 
 #include "device/fwd_host.h"
 #include "fa1/backward.h"
+#include "fa1/fwd_cut.h"
 #include "fa1/launch.h"
 
 namespace flash_ext::fa1 {
@@ -18,19 +19,28 @@ struct Instance {
   bool volta;
   int head_dim, block_m, block_n;
   bool modified;
+  int smem_bytes;
   cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
-
-  int stages() const { return volta ? 1 : 2; }
-  // K and V, and on 7.0 Q.
-  int smem_bytes() const { return 2 * head_dim * (2 * stages() * block_n + volta * block_m); }
 };
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
 #define INSTANCE_bwd(...)
-#define INSTANCE_fwd(head_dim, block_m, block_n, scores) \
-  {false, head_dim, block_m, block_n, scores, &launch_fwd<head_dim, block_m, block_n, scores>},
+#define INSTANCE_fwd(head_dim, block_m, block_n, scores)   \
+  {false,                                                  \
+   head_dim,                                               \
+   block_m,                                                \
+   block_n,                                                \
+   scores,                                                 \
+   FwdCut<head_dim, block_m, block_n, scores>::kSmemBytes, \
+   &launch_fwd<head_dim, block_m, block_n, scores>},
 #define INSTANCE_volta_fwd(head_dim, block_m, block_n, scores) \
-  {true, head_dim, block_m, block_n, scores, &launch_volta_fwd<head_dim, block_m, block_n, scores>},
+  {true,                                                       \
+   head_dim,                                                   \
+   block_m,                                                    \
+   block_n,                                                    \
+   scores,                                                     \
+   2 * head_dim * (block_m + 2 * block_n), /* Q, K and V */    \
+   &launch_volta_fwd<head_dim, block_m, block_n, scores>},
 constexpr Instance kInstances[] = {
 #include "fa1/instances.inc"
 };
@@ -89,8 +99,7 @@ Status why_not(const Problem* problem) {
                        "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
                        p.head_dim_v);
   }
-  return instance_why_not(p, instance->smem_bytes(),
-                          make_scheduler(p, instance->block_m).num_tiles);
+  return instance_why_not(p, instance->smem_bytes, make_scheduler(p, instance->block_m).num_tiles);
 }
 
 // ---- plan -------------------------------------------------------------------------------------
@@ -108,8 +117,8 @@ Status plan(const Problem* problem, Plan* plan) {
   plan->tile_n = instance.block_n;
   plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
   if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
-  plan->smem = instance.smem_bytes();
-  plan->stages = instance.stages();
+  plan->smem = instance.smem_bytes;
+  plan->stages = instance.volta ? 1 : 2;
   plan->launches = plan->grid > 0;
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
            instance.head_dim, problem->head_dim, problem->head_dim_v);
