@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
         loads.queries(smem + Traits::kStage + i * Traits::kStageBytes, params, work, ahead);
         ahead.next(work);
       }
-      loads.template wait<Traits::kStages - 1>(smem + Traits::kStage);
+      loads.template wait<Traits::kStages - 1>(smem + Traits::kStage, params, work);
       block_barrier();  // K, V and the first block are there
     }
 
@@ -166,14 +166,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
         const int first = (step * kSharers + sharer) * kStepM;
         const uint32_t q = q_rows + stage + step * Rows::down(kSharers * kStepM);
         float s[2][kStepM / 2], dp[2][kStepM / 2];
-        multiply_scores<Traits>(s, k_rows, q);
+        multiply_scores<Traits>(s, SmemRows<Traits>{k_rows}, q);
         const int key = n_begin + 32 * key_warp, query = at.m * Traits::kBlockM + first;
         const uint32_t lse =
             smem + Traits::kStage + stage + 2 * Traits::kQBytes + 4 * first + 8 * (lane % 4);
         const uint32_t delta = lse + Traits::kRowValueBytes;
         uint32_t kept = 0;
         if constexpr (Traits::kModified) {
-          multiply_scores<Traits>(dp, k_rows + Traits::kV, q + Traits::kQBytes);
+          multiply_scores<Traits>(dp, loads.values(k_rows + Traits::kV, params, work),
+                                  q + Traits::kQBytes);
           kept = modify_step<Traits>(s, dp, delta, modifiers[at.head % 2], work.visible.offset, key,
                                      query);
         }
@@ -181,7 +182,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
         exponentials<Traits>(s, lse, Traits::kModified ? kLog2e : params.softmax_scale_log2);
         // Behind the mask's branch, so that these products can run beside the exponentials.
         if constexpr (!Traits::kModified)
-          multiply_scores<Traits>(dp, k_rows + Traits::kV, q + Traits::kQBytes);
+          multiply_scores<Traits>(dp, loads.values(k_rows + Traits::kV, params, work),
+                                  q + Traits::kQBytes);
         uint32_t p[2][kStepM / 4], ds[2][kStepM / 4];
         pack_p<Traits>(s, kept, p);
         const uint32_t rows = q_columns + stage + Rows::down(kStepM) * (step * kSharers + sharer);
@@ -225,7 +227,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
         if (at.head + 1 < params.heads_per_kv)
           modifiers[(at.head + 1) % 2] = head_modifier(params, work, at.head + 1);
       }
-      if constexpr (Traits::kStages == 2) loads.template wait<0>(smem + Traits::kStage);
+      if constexpr (Traits::kStages == 2)
+        loads.template wait<0>(smem + Traits::kStage, params, work);
       block_barrier();  // dS and the next block are there, and this block's buffers are free
       const int64_t q_tile = work.first_tile + int64_t{at.head} * params.query_tiles.m_slots + at.m;
       if (params.dq_turns && threadIdx.x == 0) {
@@ -256,14 +259,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
                      warp_d);
 
       if constexpr (Traits::kDsStages == 1) {
-        if constexpr (Traits::kStages == 1) loads.template wait<0>(smem + Traits::kStage);
+        if constexpr (Traits::kStages == 1)
+          loads.template wait<0>(smem + Traits::kStage, params, work);
         block_barrier();  // dS is free; with one stage: the next block is there
       }
       if constexpr (Traits::kStages == 2) stage = Traits::kStageBytes - stage;
       if constexpr (Traits::kDsStages == 2) ds_stage = Traits::kScoreBytes - ds_stage;
     }
 
-    loads.template wait<0>(smem + Traits::kStage);
+    loads.template wait<0>(smem + Traits::kStage, params, work);
     block_barrier();  // everybody has left K and V, where the gradients go, and has added its dQ
     if (params.dq_turns && threadIdx.x == 0 && added >= 0) add_release(params.dq_turns + added, 1);
     stage_gradient<Traits>(smem, dk, params.softmax_scale, 32 * key_warp, sharer);

@@ -54,13 +54,29 @@ struct BwdTraits : Cut {
 
 // ---- products ---------------------------------------------------------------------------------
 
+// 32 rows of an A operand in shared memory. address: this lane's for ldmatrix, of row lane % 16 and
+// chunk lane / 16.
+template <typename Traits>
+struct SmemRows {
+  static constexpr int kUnroll = Traits::kHeadDim / 16;  // steps of 16 columns
+
+  uint32_t address;
+
+  // The fragments of 16 columns.
+  __device__ __forceinline__ void load(uint32_t (&a)[2][4], int d) const {
+    using Rows = typename Traits::Rows;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) ldmatrix_x4(a[m], Rows::right(address, 2 * d) + Rows::down(16 * m));
+  }
+};
+
 // acc (32 keys x kStepM queries) = A B^T over the head dim: S^T = K Q^T, dP^T = V dO^T. a, b: this
 // lane's ldmatrix addresses, a of row lane % 16 and chunk lane / 16; b such that the two registers
 // of a B fragment are neighbours, which the MMA wants: of row lane % 8 + lane / 16 * 8 and chunk
 // lane / 8 % 2, in steps of 8 queries of row lane % 8 and chunk lane / 8.
-template <typename Traits>
-__device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM / 2], uint32_t a,
-                                                uint32_t b) {
+template <typename Traits, typename Operand>
+__device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM / 2],
+                                                const Operand& a, uint32_t b) {
   using Rows = typename Traits::Rows;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -68,11 +84,10 @@ __device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM /
     for (int i = 0; i < Traits::kStepM / 2; ++i) acc[m][i] = 0.f;
   }
   uint32_t fb[4];
-#pragma unroll
+#pragma unroll(Operand::kUnroll)
   for (int d = 0; d < Traits::kHeadDim / 16; ++d) {
     uint32_t fa[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) ldmatrix_x4(fa[m], Rows::right(a, 2 * d) + Rows::down(16 * m));
+    a.load(fa, d);
     if constexpr (Traits::kStepM == 8) {
       if (d % 2 == 0) ldmatrix_x4(fb, Rows::right(b, 2 * d));
 #pragma unroll

@@ -121,6 +121,12 @@ __device__ __forceinline__ uint4 ld_global_16(const void* gmem) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t ld_global_4(const void* gmem) {
+  uint32_t value;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(gmem));
+  return value;
+}
+
 __device__ __forceinline__ void st_global_16(void* gmem, const uint32_t (&r)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])

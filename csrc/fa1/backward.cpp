@@ -10,7 +10,7 @@ using namespace device;
 
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 constexpr BwdInstance make_instance() {
-  return make_bwd_instance<__half, BwdCut<kHeadDim, kBlockM, kBlockN, 1, 1, kModified>>(
+  return make_bwd_instance<__half, TuringBwdCut<kHeadDim, kBlockM, kBlockN, kModified>>(
       &launch_bwd<kHeadDim, kBlockM, kBlockN, kModified>);
 }
 

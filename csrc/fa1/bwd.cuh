@@ -23,7 +23,7 @@ struct Turing {
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd(const BwdRowsParams& rows, const BwdParams& params, int64_t grid,
                        cudaStream_t stream) {
-  using Cut = BwdCut<kHeadDim, kBlockM, kBlockN, 1, 1, kModified>;
+  using Cut = TuringBwdCut<kHeadDim, kBlockM, kBlockN, kModified>;
   static_assert(Cut::kSmemBytes + 1024 <= 64 * 1024, "what an SM of 7.5 has");
   return launch_backward<BwdTraits<__half, Cut, Turing>>(rows, params, grid, stream);
 }

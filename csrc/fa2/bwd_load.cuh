@@ -83,9 +83,14 @@ struct AsyncLoads {
     cp_async_commit();
   }
 
+  static __device__ __forceinline__ SmemRows<Traits> values(uint32_t address, const BwdParams&,
+                                                            const BwdWork&) {
+    return {address};
+  }
+
   // Until this thread's part of all but the last kPending blocks of queries is there.
   template <int kPending>
-  static __device__ __forceinline__ void wait(uint32_t) {
+  static __device__ __forceinline__ void wait(uint32_t, const BwdParams&, const BwdWork&) {
     cp_async_wait<kPending>();
   }
 };
