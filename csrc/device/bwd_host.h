@@ -18,6 +18,7 @@ struct BwdInstance {
   bool modified;
   int dq_columns, smem_bytes, ctas_per_sm;
   cudaError_t (*launch)(const BwdRowsParams&, const BwdParams&, int64_t grid, cudaStream_t);
+  int parts = 1;  // CTAs that share a tile of keys, and take turns of their own at a dQ
 
   // Whether so many CTAs have room on an SM, which has 1 KB more than a CTA may ask for. Each takes
   // 1 KB for the system and a little for what the kernel declares itself.
@@ -100,8 +101,8 @@ inline uint64_t make_bwd_params(const Problem& p, const BwdTensors& t, const Bwd
                                 void* workspace, BwdRowsParams& rows, BwdParams& params) {
   WorkspaceParts parts(workspace);
   const int64_t query_tiles = make_scheduler(p, instance.block_m).num_tiles;
-  fill_bwd_rows(p, t, instance.block_m, instance.dq_columns, p.deterministic ? 1 + query_tiles : 0,
-                false, parts, rows);
+  fill_bwd_rows(p, t, instance.block_m, instance.dq_columns,
+                p.deterministic ? 1 + query_tiles * instance.parts : 0, false, parts, rows);
   params.q = t.q, params.k = t.k, params.v = t.v, params.dout = t.dout;
   params.dk = t.dk, params.dv = t.dv;
   params.q_stride = p.q, params.k_stride = p.k, params.v_stride = p.v;
@@ -149,7 +150,7 @@ inline Plan BwdTable::plan(const Problem& p) const {
   Plan plan{};
   plan.workspace_bytes = make_bwd_params(p, BwdTensors{}, instance, nullptr, rows, params);
   plan.tile_m = instance.block_m, plan.tile_n = instance.block_n;
-  plan.grid = params.key_tiles.num_tiles;
+  plan.grid = params.key_tiles.num_tiles * instance.parts;
   if (p.max_ctas > 0) plan.grid = std::min<int64_t>(plan.grid, p.max_ctas);
   plan.smem = instance.smem_bytes;
   plan.stages = instance.stages;

@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "device/bwd_rows.h"
+#include "device/bwd_rows_params.h"
 #include "device/ptx.cuh"
 
 namespace flash_ext::device {
@@ -185,6 +185,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (threadIdx.x == 0) params.d_sink[head] = static_cast<float>(-sum);
 }
 
+#ifndef __CUDACC_RTC__
+
 template <typename Traits>
 cudaError_t launch_prepare(const BwdRowsParams& params, cudaStream_t stream) {
   const int64_t tiles = params.tiles.num_tiles;
@@ -203,5 +205,7 @@ cudaError_t launch_finish(const BwdRowsParams& params, cudaStream_t stream) {
   d_sink_kernel<Traits><<<params.q.heads, kRowThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
+
+#endif
 
 }  // namespace flash_ext::device

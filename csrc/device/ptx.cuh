@@ -97,6 +97,15 @@ __device__ __forceinline__ void st_shared(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ uint2 ld_shared_8(uint32_t smem) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(smem)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

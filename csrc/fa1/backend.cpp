@@ -25,6 +25,7 @@ struct Instance {
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
 #define INSTANCE_bwd(...)
+#define INSTANCE_volta_bwd(...)
 #define INSTANCE_fwd(head_dim, block_m, block_n, scores)   \
   {false,                                                  \
    head_dim,                                               \
@@ -71,6 +72,10 @@ const Instance* find_instance(const Problem& p) {
   return nullptr;
 }
 
+const BwdTable& backward_table(const Problem& p) {
+  return takes_volta(p.device.cc) ? kVoltaBackward : kBackward;
+}
+
 // ---- what it can run --------------------------------------------------------------------------
 
 Status why_not(const Problem* problem) {
@@ -90,9 +95,7 @@ Status why_not(const Problem* problem) {
     return unsupported("its cards have no bfloat16 arithmetic: use float16");
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) {
-    return takes_volta(cc) ? unsupported("it has no gradients on 7.0 yet") : kBackward.why_not(p);
-  }
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_table(p).why_not(p);
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
@@ -108,7 +111,7 @@ Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
   if (static_cast<Pass>(problem->pass) == Pass::kBackward) {
-    *plan = kBackward.plan(*problem);
+    *plan = backward_table(*problem).plan(*problem);
     return ok_status();
   }
   const Instance& instance = *find_instance(*problem);
@@ -140,7 +143,7 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
 
 Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
   const Status reason = why_not(problem);
-  return reason.ok() ? kBackward.run(*problem, *tensors, *call) : reason;
+  return reason.ok() ? backward_table(*problem).run(*problem, *tensors, *call) : reason;
 }
 
 }  // namespace

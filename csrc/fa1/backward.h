@@ -6,6 +6,6 @@
 namespace flash_ext::fa1 {
 
 // For problems on a card that fa1 was built for, against which common_why_not has nothing.
-extern const device::BwdTable kBackward;
+extern const device::BwdTable kBackward, kVoltaBackward;
 
 }  // namespace flash_ext::fa1

@@ -6,7 +6,7 @@
 
 #include "device/bwd_cut.h"
 #include "device/bwd_params.h"
-#include "device/bwd_rows.h"
+#include "device/bwd_rows_params.h"
 #include "device/fwd_params.h"
 
 namespace flash_ext::fa1 {
@@ -27,5 +27,10 @@ using TuringBwdCut = device::BwdCut<kHeadDim, kBlockM, kBlockN, 1, 1, kModified,
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_bwd(const device::BwdRowsParams& rows, const device::BwdParams& params,
                        int64_t grid, cudaStream_t stream);
+
+// The same for 7.0.
+template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
+cudaError_t launch_volta_bwd(const device::BwdRowsParams& rows, const device::BwdParams& params,
+                             int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa1
