@@ -14,7 +14,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report bench wheel wheel-check \
+.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report volta bench wheel wheel-check \
 	clean clean-env
 
 build: .venv/ready
@@ -61,6 +61,10 @@ fast: .venv/ready
 report: build .venv/report
 	$(PY) tools/kernel_report.py
 
+# The kernels for 7.0, compiled and held to the same rules by a compiler that still knows it.
+volta: .venv/volta
+	$(PY) tools/volta_report.py
+
 bench: build
 	$(PY) -m bench $(ARGS)
 
@@ -92,6 +96,10 @@ clean-env:
 
 .venv/report: .venv/ready requirements-report.txt
 	$(PIP) -r requirements-report.txt
+	touch $@
+
+.venv/volta: .venv/ready requirements-volta.txt
+	$(PIP) -r requirements-volta.txt
 	touch $@
 
 .venv/lint: .venv/ready requirements-lint.txt

@@ -1,8 +1,8 @@
 """For the owner of a V100: python tools/volta_check.py, on a build for 7.0.
 
 Built with FLASH_EXT_CUDA_ARCHS=70 and CUDA 12.9 or older. Holds out, lse and the gradients of fa1 against
-float64 on this card, times them beside what PyTorch has, and prints a page to paste into a report. Exit code 1
-when a result is wrong.
+float64 on this card, times them beside what PyTorch has, and prints a page to paste into a report. The exit
+code is 1 when a result is wrong.
 """
 
 import sys

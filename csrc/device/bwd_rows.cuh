@@ -25,7 +25,7 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
 }
 template <>
 __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
 template <typename Element>
