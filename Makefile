@@ -14,8 +14,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report bench ablation wheel \
-	wheel-check clean clean-env
+.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report volta bench ablation \
+	wheel wheel-check clean clean-env
 
 build: .venv/ready
 	$(PY) setup.py --quiet build_ext --inplace
@@ -55,11 +55,15 @@ PASS ?= fwd
 SCORES ?= kPlain
 fast: .venv/ready
 	$(PY) setup.py --quiet build_ext --inplace --only=$(BACKEND) \
-	  $(if $(HEAD_DIM),--kernels='$(PASS)\w*$(,) \w*$(patsubst float16,half,$(DTYPE))$(,) $(HEAD_DIM)$(,).*$(SCORES)')
+	  $(if $(HEAD_DIM),--kernels='$(PASS)\w*$(,) (\w*$(patsubst float16,half,$(DTYPE))$(,) )?$(HEAD_DIM)$(,).*$(SCORES)')
 
 # Registers, spills, shared memory and instructions of every kernel; fails when a build rule is broken.
 report: build .venv/report
 	$(PY) tools/kernel_report.py
+
+# The kernels for 7.0, compiled and held to the same rules by a compiler that still knows it.
+volta: .venv/volta
+	$(PY) tools/volta_report.py
 
 bench: build
 	$(PY) -m bench $(ARGS)
@@ -96,6 +100,10 @@ clean-env:
 
 .venv/report: .venv/ready requirements-report.txt
 	$(PIP) -r requirements-report.txt
+	touch $@
+
+.venv/volta: .venv/ready requirements-volta.txt
+	$(PIP) -r requirements-volta.txt
 	touch $@
 
 .venv/lint: .venv/ready requirements-lint.txt

@@ -62,9 +62,10 @@ class Library(NamedTuple):
 class Plan:
     """What this build makes: `libraries` maps the dotted name of each to its recipe."""
 
-    def __init__(self, folder: Path, version: str, kernels: str = ""):
+    def __init__(self, folder: Path, version: str, only: str = "", kernels: str = ""):
         self.folder, self.version, self.commit = folder, version, toolchain.git_commit()
-        self.kernels = kernels  # a regular expression that an instance's line must hold
+        # Of the libraries whose name begins with `only` the kernels whose line matches `kernels`.
+        self.only, self.kernels = only, kernels if only else ""
         self.cxx = toolchain.find_cxx()
         try:
             line, archs, self.nvcc, self.nvcc_version = cuda_archs.choose()
@@ -139,10 +140,11 @@ class Plan:
         """
         folder, paths = self.folder / f"instances/{backend}", []
         table = (ROOT / f"csrc/{backend}/instances.inc").read_text().splitlines()
-        wanted = [line for line in table if not line.startswith("INSTANCE(") or re.search(self.kernels, line)]
+        pattern = self.kernels if backend.startswith(self.only) else ""
+        wanted = [line for line in table if not line.startswith("INSTANCE(") or re.search(pattern, line)]
         lines = [line for line in wanted if line.startswith("INSTANCE(")]
         if not lines:
-            toolchain.stop(f"no line of csrc/{backend}/instances.inc holds {self.kernels!r}")
+            toolchain.stop(f"no line of csrc/{backend}/instances.inc matches {pattern!r}")
         for line in lines:
             words = re.findall(r"\w+", line)[1:]
             paths.append(folder / f"{'_'.join(words)}.cu")
@@ -198,7 +200,7 @@ class Build(BuildExtension):
 
     def finalize_options(self):
         folder = ROOT / f"build/ninja-{sys.implementation.cache_tag}"  # fixed: pip empties its own
-        self.plan = Plan(folder, self.distribution.get_version(), self.kernels if self.only else "")
+        self.plan = Plan(folder, self.distribution.get_version(), self.only, self.kernels)
         names = [name for name in self.plan.libraries if name.rpartition(".")[2].startswith(self.only)]
         self.distribution.ext_modules = [Extension(name, []) for name in names]
         super().finalize_options()

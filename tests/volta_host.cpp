@@ -1,5 +1,5 @@
 // How Volta's operands lie, held on the host against what m8n8k4 does and against the banks of shared
-// memory. Built and run by test_cuda_host.py; prints how many reads it tried.
+// memory. Built and run by test_cuda_host.py; prints how many accesses it tried.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -45,25 +45,26 @@ void check_products() {
   CHECK(seen.size() == 256);
 }
 
-// A warp's access of 16 bytes a lane is served eight lanes at a time: they must meet all 32 banks,
-// or the same address.
-template <typename Address>
+// An access of a warp is served 128 bytes at a time: 16 bytes of 8 lanes, or 8 bytes of 16. They must
+// meet all banks, or the same address.
+template <int kBytes = 16, typename Address>
 int check_banks(Address address) {
-  for (int first = 0; first < 32; first += 8) {
+  constexpr int kLanes = 128 / kBytes;
+  for (int first = 0; first < 32; first += kLanes) {
     std::set<uint32_t> addresses, groups;
-    for (int lane = first; lane < first + 8; ++lane) {
-      CHECK(address(lane) % 16 == 0);
+    for (int lane = first; lane < first + kLanes; ++lane) {
+      CHECK(address(lane) % kBytes == 0);
       addresses.insert(address(lane));
-      groups.insert(address(lane) / 16 % 8);
+      groups.insert(address(lane) / kBytes % kLanes);
     }
     CHECK(groups.size() == addresses.size());
   }
   return 1;
 }
 
-template <int kHeadDim>
+template <int kColumns>
 struct Tile {
-  static constexpr int kRowBytes = 2 * kHeadDim, kChunks = kHeadDim / 8;
+  static constexpr int kRowBytes = 2 * kColumns, kChunks = kColumns / 8;
 };
 
 template <int kHeadDim>
@@ -73,22 +74,28 @@ int check_reads() {
   using Rows = Swizzle<Traits>;
   int reads = 0;
   for (int d = 0; d < Traits::kChunks; ++d) {
-    reads += check_banks([&](int lane) { return Rows::step(At::q(lane), d); });
-    reads += check_banks([&](int lane) { return Rows::step(At::k(lane), d); });
-    if (d % 4 == 0) {
-      for (const bool other : {false, true})
-        reads += check_banks([&](int lane) { return Rows::step(At::v(lane, other), d); });
+    reads += check_banks([&](int lane) { return Rows::step(At::a(lane), d); });
+    reads += check_banks([&](int lane) { return Rows::step(At::b(lane), d); });
+    for (const bool other : {false, true}) {
+      if (d % 4 == 0) reads += check_banks([&](int lane) { return At::b_rows(lane, d, other); });
+    }
+    for (int four = 0; four < 16 && d % 2 == 0; four += 4) {
+      reads += check_banks<8>(
+          [&](int lane) { return RowsOfA<Traits>::down(At::four_rows(lane, d), four); });
     }
     for (int lane = 0; lane < 32; ++lane) {  // and they find what was put there
       const int row = VoltaLanes::a_row(lane), key = VoltaLanes::b_column(lane);
-      CHECK(Rows::step(At::q(lane), d) == QuerySwizzle<Traits>::offset(row, d));
-      CHECK(Rows::step(At::k(lane), d) == Rows::offset(key, d));
-      if (d % 4 == 0) {
-        const int chunk = d + VoltaLanes::b_chunk(lane), v_key = VoltaLanes::b_row(lane);
-        CHECK(Rows::step(At::v(lane, false), d) + 8 * Traits::kRowBytes ==
-              Rows::offset(v_key + 8, chunk));
-        CHECK(Rows::step(At::v(lane, true), d) == Rows::offset(v_key ^ 4, chunk));
+      CHECK(Rows::step(At::a(lane), d) == RowsOfA<Traits>::offset(row, d));
+      CHECK(Rows::step(At::b(lane), d) == Rows::offset(key, d));
+      for (int four = 0; four < 16 && d % 2 == 0; four += 4) {
+        CHECK(RowsOfA<Traits>::down(At::four_rows(lane, d), four) ==
+              RowsOfA<Traits>::offset(four + lane % 4, d + lane / 16) + lane / 4 % 2 * 8);
       }
+      if (d % 4) continue;
+      const int chunk = d + VoltaLanes::b_chunk(lane), b_row = VoltaLanes::b_row(lane);
+      CHECK(Rows::step(At::b_rows(lane, 0, false), d) + 8 * Traits::kRowBytes ==
+            Rows::offset(b_row + 8, chunk));
+      CHECK(Rows::step(At::b_rows(lane, 0, true), d) == Rows::offset(b_row ^ 4, chunk));
     }
   }
   for (int row = 0; row < 16; ++row) {  // rows that threads store side by side
@@ -97,16 +104,43 @@ int check_reads() {
       reads += check_banks([&](int l) { return Rows::offset(at(l), chunk + l % Rows::kGroup); });
       if (row + 32 / Rows::kGroup > 16 || row % 2) continue;
       reads += check_banks([&](int l) {
-        return QuerySwizzle<Traits>::offset(at(l), chunk + l % Rows::kGroup);
+        return RowsOfA<Traits>::offset(at(l), chunk + l % Rows::kGroup);
       });
     }
   }
   return reads;
 }
 
+// dS^T goes to shared memory with its 16 queries in the order that makes dQ's rows g and g + 8.
+int check_ds() {
+  using Ds = Tile<32>;
+  int accesses = 0;
+  for (int n = 0; n < 2; ++n) {
+    accesses += check_banks([&](int lane) {
+      return Swizzle<Ds>::step(RowsOfA<Ds>::offset(VoltaLanes::a_row(lane), lane / 4 % 2), 2 * n);
+    });
+    for (int four = 0; four < 16; four += 4) {
+      accesses += check_banks<8>([&](int lane) {
+        return RowsOfA<Ds>::down(VoltaAddress<Ds>::four_columns(lane, 2 * n), four);
+      });
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 8; ++i) {
+      // Of A's rows the one that makes this value of C: in which chunk, which 8 bytes, which of four.
+      const int r = c_row(lane, i), chunk = r / 4, half = lane / 8 % 2, slot = r % 4;
+      // A lane with that half of the columns stored steps 0, 2, 0, 2: columns {0, 1} of each, then
+      // {2, 3}.
+      const int stored = 4 * chunk + slot / 2 * 8 + 2 * half + slot % 2;
+      CHECK(stored == VoltaLanes::row(lane) + i / 2 % 2 * 8);
+    }
+  }
+  return accesses;
+}
+
 int main() {
   check_products();
-  const int reads = check_reads<32>() + check_reads<64>() + check_reads<96>() + check_reads<128>() +
-                    check_reads<192>() + check_reads<256>();
-  std::printf("%d accesses\n", reads);
+  const int accesses = check_reads<32>() + check_reads<64>() + check_reads<96>() +
+                       check_reads<128>() + check_reads<192>() + check_reads<256>() + check_ds();
+  std::printf("%d accesses\n", accesses);
 }

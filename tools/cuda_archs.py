@@ -101,12 +101,19 @@ def gencodes(backend: str, archs: list[str]) -> dict[str, str]:
         kinds[""] = rest
     # Built alone, kernels for 7.0 can be tested on a later card.
     ptx = backend == "fa2" or archs == ["70"]
-    return {prefix: gencode(mine, ptx) for prefix, mine in kinds.items()}
+    # What fa1 has for 9.0 is its code for 7.5, no more.
+    return {
+        prefix: gencode(mine, ptx, "75" if backend == "fa1" and "75" in mine else "")
+        for prefix, mine in kinds.items()
+    }
 
 
-def gencode(archs: list[str], ptx: bool) -> str:
-    """The -gencode flags for archs, with PTX of the newest: the driver compiles it for later cards."""
-    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+def gencode(archs: list[str], ptx: bool, language: str = "") -> str:
+    """The -gencode flags for archs, with PTX of the newest: the driver compiles it for later cards.
+
+    language: the one architecture that all code is written for, else each for its own.
+    """
+    flags = [f"-gencode=arch=compute_{language or a},code=sm_{a}" for a in archs]
     if ptx:
         newest = max(archs, key=int)
         flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")

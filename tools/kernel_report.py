@@ -22,7 +22,7 @@ MODIFIED_SPILL = 64
 MOST_SECONDS, MOST_GIBIBYTES = 20, 1.0  # of the CPU, to compile an instance
 SHOWN = ("HGMMA", "HMMA", "MUFU", "UTMALDG", "LDGSTS", "LDSM")
 # What a main kernel of a generation cannot be without.
-NEEDED = {"fa2": ("HMMA.16816", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG")}
+NEEDED = {"fa1": ("HMMA.1688", "LDSM"), "fa2": ("HMMA.16816", "LDGSTS"), "fa3": ("HGMMA", "UTMALDG")}
 
 
 class Kernel(NamedTuple):
@@ -103,7 +103,8 @@ def total(counter: Counter, prefix: str) -> int:
 def missing(instance: str, arch: str, name: str, counter: Counter) -> list[str]:
     """One sentence for each kind of instruction that a main kernel lacks."""
     backend = instance.partition("/")[0]
-    if f"9flash_ext3{backend}" not in name:  # the row kernels of device/ multiply nothing
+    shared = "6device10bwd_kernel" in name  # device/mma_bwd.cuh
+    if not shared and f"9flash_ext3{backend}" not in name:  # the row kernels multiply nothing
         return []
     needed = NEEDED.get(backend, ())
     return [f"{instance} on {arch}: has no {i}" for i in needed if not total(counter, i)]

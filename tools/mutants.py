@@ -4,7 +4,7 @@
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
   python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits (every kernel)
 
-FLASH_EXT_CUDA_ARCHS defaults to "90;90a". A "control" is the unchanged
+FLASH_EXT_CUDA_ARCHS defaults to "75;90;90a". A "control" is the unchanged
 source, which must pass every named test of its backend.
 """
 
@@ -38,6 +38,8 @@ class Mutant(NamedTuple):
             return "fa3"
         if self.file.startswith("fa"):
             return self.file[:3]
+        if "mma_bwd" in self.file:
+            return "fa2"
         return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
 
     @property
@@ -48,9 +50,12 @@ class Mutant(NamedTuple):
 
     def needs(self, instance: str) -> bool:
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
-        kernel, element, head_dim, *_ = instance.partition("(")[2].rstrip(")\n").split(", ")
-        dtype = "__half" if self.backend == "fa1" else "__nv_bfloat16"
-        if element != dtype or head_dim not in ("64", *self.wider):
+        kernel, *arguments = instance.partition("(")[2].rstrip(")\n").split(", ")
+        if self.backend == "fa1":  # which has one element type, and kernels for 7.0 apart
+            other = ("volta" in kernel) != ("volta" in self.file)
+        else:
+            other = arguments.pop(0) != "__nv_bfloat16"
+        if other or arguments[0] not in ("64", *self.wider):
             return False
         backward = "bwd" in self.file or self.test in (*BACKWARD, "")
         modified = self.test in (MODIFIED, "")
@@ -78,7 +83,9 @@ BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequen
 SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
 BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
 
-FA2_BWD, FA2_WORK, FA2_MODIFY = "fa2/bwd.cuh", "fa2/bwd_work.cuh", "fa2/bwd_modify.cuh"
+FA2_BWD, FA2_LOAD = "device/mma_bwd.cuh", "fa2/bwd_load.cuh"
+FA2_WORK, FA2_MODIFY = "device/mma_bwd_work.cuh", "device/mma_bwd_modify.cuh"
+FWD1, STAGED, LOAD1 = "fa1/fwd.cuh", "fa1/staged_block.cuh", "fa1/bwd_load.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
 TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
 
@@ -252,18 +259,18 @@ MUTANTS = [
             "",
         ),
         ("fa2: dK not scaled", RULE, FA2_BWD, "(smem, dk, params.softmax_scale,", "(smem, dk, 1.f,"),
-        ("fa2: mask of S^T shifted", BWD_MASK, "fa2/bwd_tile.cuh", "8 * r >= end", "8 * r > end"),
+        ("fa2: mask of S^T shifted", BWD_MASK, "device/mma_bwd_tile.cuh", "8 * r >= end", "8 * r > end"),
         (
             "fa2: Q of a spare row is read",
             BWD_ISOLATION,
-            "fa2/bwd_tile.cuh",
+            FA2_LOAD,
             "row + r < row_end",
             "row + r <= row_end",
         ),
         (
             "fa2: one head of a group",
             RULE,
-            FA2_WORK,
+            FA2_LOAD,
             "params.heads_per_kv + at.head;",
             "params.heads_per_kv;",
         ),
@@ -306,10 +313,17 @@ MUTANTS = [
             "query + 2 * (lane % 4) + offset - key - 16 * m - lane / 4",
         ),
         ("fa2: delta of other queries", MODIFIED, FA2_MODIFY, "delta + 32 * n", "delta"),
-        ("fa2: dK past the end is written", BWD_GUARDS, "fa2/bwd_output.cuh", "j >= length", "j > length"),
+        (
+            "fa2: dK past the end is written",
+            BWD_GUARDS,
+            "device/mma_bwd_output.cuh",
+            "j >= length",
+            "j > length",
+        ),
     ]
 ]
 CONTROLS = [Mutant("control of fa2", "", SHARE, "", ""), Mutant("control of fa3", "", WIDE, "", "")]
+CONTROLS += [Mutant("control of fa1", "", LOAD1, "", "")]
 
 
 def slug(name: str) -> str:
@@ -343,7 +357,7 @@ def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instan
         kept = (line for line in lines if not line.startswith("INSTANCE") or needs(line))
         table.write_text("".join(kept))
     cutlass = toolchain.find_cutlass().parent
-    environment = {"FLASH_EXT_CUDA_ARCHS": "90;90a", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
+    environment = {"FLASH_EXT_CUDA_ARCHS": "75;90;90a", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
     for backend in backends:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--only={backend}"]
         subprocess.run(command, cwd=folder, env=environment, check=True)

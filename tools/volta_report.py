@@ -6,10 +6,10 @@ NVRTC comes from the wheels nvidia-cuda-nvrtc-cu12 and nvidia-cuda-runtime-cu12 
 1 when a build rule is broken: no HMMA, local memory (a modified kernel may have 64 bytes), more shared memory
 or registers than an SM has for the CTAs that the kernel is made for.
 
-The table is a bound, not a measurement. It counts what a warp issues for one block of keys without a mask, and
-how many cycles each part of an SM is busy when four warps, one on each scheduler, do the same:
+The table is a bound, not a measurement. It counts what a warp issues for a block of the loop without a mask,
+and how many cycles each part of an SM is busy when four warps, one on each scheduler, do the same:
 
-    tensor   2 for an HMMA step: an m8n8k4 has four, and 1024 products; a scheduler's tensor cores do 128 a cycle
+    tensor   2 for an HMMA step: an m8n8k4 has four, and 1024 products; a scheduler does 128 a cycle
     issue    1 for an instruction
     fma, alu 2 for each: 16 lanes
     xu       8 for an exponential or a conversion: 4 lanes
@@ -47,18 +47,16 @@ class Instruction(NamedTuple):
     target: int  # of a branch: a number in the list
 
 
-def text_section(cubin: bytes) -> bytes:
-    """The code of a cubin's only kernel."""
+def text_section(cubin: bytes, kernel: str) -> bytes:
+    """The code of one of a cubin's kernels."""
     offset, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
     headers = [struct.unpack_from("<II4Q", cubin, offset + size * i) for i in range(count)]
     strings = headers[names][4]
-    texts = []
     for name, _, _, _, at, length in headers:
         start = strings + name
-        if cubin[start : cubin.index(b"\0", start)].startswith(b".text."):
-            texts.append(cubin[at : at + length])
-    assert len(texts) == 1, "one kernel an instance"
-    return texts[0]
+        if cubin[start : cubin.index(b"\0", start)] == b".text." + kernel.encode():
+            return cubin[at : at + length]
+    raise ValueError(f"no code of {kernel}")
 
 
 def decode(text: bytes) -> list[Instruction]:
@@ -75,9 +73,12 @@ def decode(text: bytes) -> list[Instruction]:
     return instructions
 
 
-def main_loop(instructions: list[Instruction]) -> list[Instruction]:
-    """One trip through the loop that has the HMMAs: the way with the most products and copies, and of those the
-    shortest. It meets no mask, no rescaling and no ragged block."""
+def main_loop(instructions: list[Instruction], inner_trips: int) -> list[Instruction]:
+    """One trip through the loop that has the HMMAs.
+
+    It goes the way with the most products and copies, and of those the shortest: it meets no mask, no
+    rescaling and no ragged block. A loop inside it, over 16 keys at a time, is made so many times.
+    """
     loops = [(i.target, at) for at, i in enumerate(instructions) if 0 <= i.target <= at]
     begin, end = max(loops, key=lambda at: (count_hmma(instructions[at[0] : at[1] + 1]), at[0] - at[1]))
     best: dict[int, tuple[tuple[int, int], int]] = {end: ((0, -1), end)}  # of an instruction: worth, next one
@@ -94,9 +95,11 @@ def main_loop(instructions: list[Instruction]) -> list[Instruction]:
         best[at] = ((best[way][0][0] + useful, best[way][0][1] - 1), way)
     path, at = [], begin
     while at != end:
-        path.append(instructions[at])
+        path.append(at)
+        if begin < instructions[at].target <= at:
+            path += [i for i in path if instructions[at].target <= i] * (inner_trips - 1)
         at = best[at][1]
-    return [*path, instructions[end]]
+    return [instructions[i] for i in [*path, end]]
 
 
 def count_hmma(instructions: list[Instruction]) -> int:
@@ -121,8 +124,10 @@ def cycles(loop: list[Instruction]) -> dict[str, int]:
 def smem_bytes(header: str, arguments: list[str]) -> int:
     """As the Traits of the header have it."""
     head_dim, block_m, block_n = map(int, arguments[:3])
-    assert header == "volta_fwd"
-    return 2 * head_dim * (block_m + 2 * block_n)
+    queries, keys = 2 * head_dim * block_m, 2 * head_dim * block_n
+    if header == "volta_fwd":  # Q, K, V
+        return queries + 2 * keys
+    return 2 * keys + 64 * block_n + 2 * queries + 8 * block_m  # K, V, dS, Q, dO, lse, delta
 
 
 def instances() -> list[tuple[str, list[str]]]:
@@ -136,13 +141,13 @@ def report(compiler: nvrtc.Nvrtc, header: str, arguments: list[str]) -> list[str
     source = f'#include "fa1/{header}.cuh"\nINSTANCE({header}, {", ".join(arguments)})\n'
     cubin, log = compiler.compile(source, "sm_70")
     ptx = compiler.compile(source, "compute_70")[0].decode()
-    threads = int(re.search(r"\.maxntid (\d+)", ptx)[1])
-    blocks = int(re.search(r"\.minnctapersm (\d+)", ptx)[1])
+    entry = re.search(rf"\.entry \S*{header}_kernel.*?\.maxntid (\d+).*?\.minnctapersm (\d+)", ptx, re.DOTALL)
+    threads, blocks = map(int, entry.groups())
     name = f"{header} {', '.join(arguments)}"
     broken = kernel_report.faults(name, log)
-    (kernel,) = kernel_report.read_log(name, log)
-    instructions = decode(text_section(cubin))
-    loop = main_loop(instructions)
+    (kernel,) = (k for k in kernel_report.read_log(name, log) if f"{header}_kernel" in k.name)
+    instructions = decode(text_section(cubin, kernel.name))
+    loop = main_loop(instructions, int(arguments[2]) // 16)
     busy = cycles(loop)
     bound = max(busy, key=busy.get)
     smem = smem_bytes(header, arguments) + kernel.smem
@@ -169,7 +174,7 @@ def main() -> int:
     compiler = nvrtc.Nvrtc(options.library, options.include) if options.library else nvrtc.find()
     if compiler is None:
         sys.exit("no NVRTC 12: pip install nvidia-cuda-nvrtc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79")
-    print(f"NVRTC {compiler.version} for sm_70; cycles of an unmasked block of keys, of four warps")
+    print(f"NVRTC {compiler.version} for sm_70; cycles of an unmasked block, of four warps")
     columns = "".join(f"{name:>7}" for name in ("tensor", "issue", "fma", "alu", "xu", "lsu"))
     print(f"{'kernel':34} regs  spill     KB warps   mma{columns}  bound   peak")
     broken = [fault for instance in instances() for fault in report(compiler, *instance)]

@@ -16,7 +16,7 @@ struct TilePlace {
 // s, a product of Q and K, becomes the score that the softmax saw; dp becomes what is left of dS =
 // P dp. delta(i): of the query of element i. Returns a bit for every element: whether its
 // probability was kept.
-template <bool kTransposed, int kCount, typename Delta>
+template <bool kTransposed, typename Lanes = MmaLanes, int kCount, typename Delta>
 __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (&dp)[kCount],
                                                      const Modifier& m, TilePlace at, Delta delta) {
   static_assert(kCount <= 64, "a bit for every element");
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (
     const float kept_scale = m.kept_scale;
 #pragma unroll
     for (int block = 0; block < kCount / 8; ++block) {
-      const PhiloxWords words = dropout_words<kTransposed>(
+      const PhiloxWords words = dropout_words<kTransposed, Lanes>(
           m, at.query + (kTransposed ? 16 * block : 0), at.key + (kTransposed ? 0 : 16 * block));
 #pragma unroll
       for (int i = 8 * block; i < 8 * block + 8; ++i) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] *= scale;
   }
-  const int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+  const int lane = threadIdx.x % 32, row = Lanes::row(lane), column = 2 * Lanes::column_pair(lane);
   const int distance = at.query + at.offset - at.key;
   add_alibi(s, m, kTransposed ? row - column - distance : row - column + distance);
   return kept;

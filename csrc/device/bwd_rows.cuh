@@ -9,7 +9,7 @@
 
 #include <cmath>
 
-#include "device/bwd_rows.h"
+#include "device/bwd_rows_params.h"
 #include "device/ptx.cuh"
 
 namespace flash_ext::device {
@@ -25,7 +25,7 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
 }
 template <>
 __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
 template <typename Element>
@@ -185,6 +185,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (threadIdx.x == 0) params.d_sink[head] = static_cast<float>(-sum);
 }
 
+#ifndef __CUDACC_RTC__
+
 template <typename Traits>
 cudaError_t launch_prepare(const BwdRowsParams& params, cudaStream_t stream) {
   const int64_t tiles = params.tiles.num_tiles;
@@ -203,5 +205,7 @@ cudaError_t launch_finish(const BwdRowsParams& params, cudaStream_t stream) {
   d_sink_kernel<Traits><<<params.q.heads, kRowThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
+
+#endif
 
 }  // namespace flash_ext::device

@@ -110,6 +110,15 @@ __device__ __forceinline__ void ld_shared_16(uint32_t (&r)[4], uint32_t smem) {
                : "memory");
 }
 
+__device__ __forceinline__ uint2 ld_shared_8(uint32_t smem) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(smem)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t smem) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -131,6 +140,12 @@ __device__ __forceinline__ uint4 ld_global_16(const void* gmem) {
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(gmem));
+  return value;
+}
+
+__device__ __forceinline__ uint32_t ld_global_4(const void* gmem) {
+  uint32_t value;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(gmem));
   return value;
 }
 

@@ -2,6 +2,8 @@
 #include <algorithm>
 
 #include "device/fwd_host.h"
+#include "fa1/backward.h"
+#include "fa1/fwd_cut.h"
 #include "fa1/launch.h"
 
 namespace flash_ext::fa1 {
@@ -17,18 +19,29 @@ struct Instance {
   bool volta;
   int head_dim, block_m, block_n;
   bool modified;
+  int smem_bytes;
   cudaError_t (*launch)(const FwdParams&, int64_t grid, cudaStream_t);
-
-  int stages() const { return volta ? 1 : 2; }
-  // K and V, and on 7.0 Q.
-  int smem_bytes() const { return 2 * head_dim * (2 * stages() * block_n + volta * block_m); }
 };
 
 #define INSTANCE(header, ...) INSTANCE_##header(__VA_ARGS__)
-#define INSTANCE_fwd(head_dim, block_m, block_n, scores) \
-  {false, head_dim, block_m, block_n, scores, &launch_fwd<head_dim, block_m, block_n, scores>},
+#define INSTANCE_bwd(...)
+#define INSTANCE_volta_bwd(...)
+#define INSTANCE_fwd(head_dim, block_m, block_n, scores)   \
+  {false,                                                  \
+   head_dim,                                               \
+   block_m,                                                \
+   block_n,                                                \
+   scores,                                                 \
+   FwdCut<head_dim, block_m, block_n, scores>::kSmemBytes, \
+   &launch_fwd<head_dim, block_m, block_n, scores>},
 #define INSTANCE_volta_fwd(head_dim, block_m, block_n, scores) \
-  {true, head_dim, block_m, block_n, scores, &launch_volta_fwd<head_dim, block_m, block_n, scores>},
+  {true,                                                       \
+   head_dim,                                                   \
+   block_m,                                                    \
+   block_n,                                                    \
+   scores,                                                     \
+   2 * head_dim * (block_m + 2 * block_n), /* Q, K and V */    \
+   &launch_volta_fwd<head_dim, block_m, block_n, scores>},
 constexpr Instance kInstances[] = {
 #include "fa1/instances.inc"
 };
@@ -59,6 +72,10 @@ const Instance* find_instance(const Problem& p) {
   return nullptr;
 }
 
+const BwdTable& backward_table(const Problem& p) {
+  return takes_volta(p.device.cc) ? kVoltaBackward : kBackward;
+}
+
 // ---- what it can run --------------------------------------------------------------------------
 
 Status why_not(const Problem* problem) {
@@ -78,15 +95,14 @@ Status why_not(const Problem* problem) {
     return unsupported("its cards have no bfloat16 arithmetic: use float16");
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) return unsupported("it has no gradients yet");
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_table(p).why_not(p);
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
                        "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
                        p.head_dim_v);
   }
-  return instance_why_not(p, instance->smem_bytes(),
-                          make_scheduler(p, instance->block_m).num_tiles);
+  return instance_why_not(p, instance->smem_bytes, make_scheduler(p, instance->block_m).num_tiles);
 }
 
 // ---- plan -------------------------------------------------------------------------------------
@@ -94,14 +110,18 @@ Status why_not(const Problem* problem) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) {
+    *plan = backward_table(*problem).plan(*problem);
+    return ok_status();
+  }
   const Instance& instance = *find_instance(*problem);
   *plan = Plan{};
   plan->tile_m = instance.block_m;
   plan->tile_n = instance.block_n;
   plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
   if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
-  plan->smem = instance.smem_bytes();
-  plan->stages = instance.stages();
+  plan->smem = instance.smem_bytes;
+  plan->stages = instance.volta ? 1 : 2;
   plan->launches = plan->grid > 0;
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
            instance.head_dim, problem->head_dim, problem->head_dim_v);
@@ -123,7 +143,7 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
 
 Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
   const Status reason = why_not(problem);
-  return (void)tensors, (void)call, reason;
+  return reason.ok() ? backward_table(*problem).run(*problem, *tensors, *call) : reason;
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 
 #include "device/mma.cuh"
 #include "device/warp_rows.cuh"
+#include "fa1/fwd_cut.h"
 #include "fa1/launch.h"
 #include "fa1/staged_block.cuh"
 
@@ -25,55 +26,73 @@ namespace flash_ext::fa1 {
 
 using namespace device;
 
-template <int kHeadDim_, int kBlockM_, int kBlockN_, bool kModified_>
-struct FwdTraits {
+template <typename Cut>
+struct FwdTraits : Cut {
   using Element = __half;
   using Lanes = MmaLanes;
-  static constexpr int kHeadDim = kHeadDim_;  // the bucket: head_dim and head_dim_v may be less
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr bool kModified = kModified_;
-  static constexpr int kWarpRows = kHeadDim > 96 ? 16 : 32;  // O and Q must fit registers
-  static constexpr int kWarps = kBlockM / kWarpRows, kThreads = 32 * kWarps;
-  static constexpr int kRowBytes = kHeadDim * 2;
-  static constexpr int kChunks = kRowBytes / 16;  // of a row: what a lane loads at once
-  static constexpr int kMTiles = kWarpRows / 16;
   static constexpr int kSharers = 1;  // no other warp has its rows
-  static constexpr int kDTiles = kHeadDim / 8;
-  static constexpr int kStepN = kBlockN;  // keys whose scores are in registers at once
-  static constexpr int kNTiles = kStepN / 8;
-  static constexpr int kKVBytes = kBlockN * kRowBytes;  // of K, and of V
-  static constexpr int kBufferBytes = 2 * kKVBytes;     // block n is in buffer n % 2
-  static constexpr int kSmemBytes = 2 * kBufferBytes;
-  static constexpr int kBlocksPerSM = kThreads == 128 ? 2 : 1;
-  static_assert(kBlockM % kWarpRows == 0, "a warp owns whole rows");
-  static_assert(kHeadDim % 32 == 0, "the swizzle permutes 4 or 8 chunks");
-  static_assert(kBlocksPerSM * (kSmemBytes + 1024) <= 64 * 1024, "what an SM of 7.5 has");
 };
 
 // A warp's rows of Q as A fragments: of every 16 rows and 8 columns, row g and row g + 8.
 template <typename Traits>
-using Queries = uint32_t[Traits::kMTiles][Traits::kChunks][2];
+using Queries = uint32_t[Traits::kMTiles][Traits::kHeldChunks][2];
 
-// row: this lane's first. Four lanes load 64 bytes of a row and trade them.
+// How the columns that are not held lie in shared memory.
 template <typename Traits>
-__device__ __forceinline__ void load_queries(Queries<Traits>& q, const MatrixRows& rows, int row) {
-  const uint32_t part = fresh_thread_index() % 4;
+struct SpareColumns {
+  static constexpr int kChunks = Traits::kChunks - Traits::kHeldChunks, kRowBytes = 16 * kChunks;
+};
+
+// row: this lane's first; spare: the columns that are not held. Four lanes load 64 bytes of a row
+// and trade them.
+template <typename Traits>
+__device__ __forceinline__ void load_queries(Queries<Traits>& q, uint32_t spare,
+                                             const MatrixRows& rows, int row) {
+  const int part = fresh_thread_index() % 4;
 #pragma unroll
   for (int m = 0; m < Traits::kMTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t i = row + 16 * m + 8 * half;
-      const char* source = rows.first + part * 16u + uint64_t{i} * rows.stride;
+      const char* source = rows.first + part * 16 + uint64_t{i} * rows.stride;
       const int dim = static_cast<int>(i) < rows.end ? rows.dim / 8 : 0;
 #pragma unroll
       for (int c = 0; c < Traits::kChunks; c += 4) {
         uint4 chunk = make_uint4(0, 0, 0, 0);
-        if (c + static_cast<int>(part) < dim) chunk = ld_global_16(source + c * 16);
+        if (c + part < dim) chunk = ld_global_16(source + c * 16);
+        if constexpr (Traits::kHeldChunks < Traits::kChunks) {
+          if (c >= Traits::kHeldChunks) {
+            st_shared_16(spare + Swizzle<SpareColumns<Traits>>::offset(
+                                     i % Traits::kBlockM, c + part - Traits::kHeldChunks),
+                         chunk);
+            continue;
+          }
+        }
         uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
         transpose_quad(words);
 #pragma unroll
         for (int j = 0; j < 4; ++j) q[m][c + j][half] = words[j];
       }
+    }
+  }
+  __syncwarp();  // a warp reads only its own rows
+}
+
+// The fragments of chunks d and d + 1 of the warp's rows.
+template <typename Traits>
+__device__ __forceinline__ void take_queries(uint32_t (&a)[Traits::kMTiles][4],
+                                             const Queries<Traits>& q, uint32_t spare, int d) {
+#pragma unroll
+  for (int m = 0; m < Traits::kMTiles; ++m) {
+    if (d < Traits::kHeldChunks) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[m][i] = q[m][d + i / 2][i % 2];
+    } else if constexpr (Traits::kHeldChunks < Traits::kChunks) {
+      using Spare = Swizzle<SpareColumns<Traits>>;
+      const uint32_t thread = fresh_thread_index(), lane = thread % 32;
+      const int row = thread / 32 * Traits::kWarpRows + 16 * m + lane % 16;
+      ldmatrix_x4(a[m],
+                  Spare::step(spare + Spare::offset(row, lane / 16), d - Traits::kHeldChunks));
     }
   }
 }
@@ -98,11 +117,13 @@ __device__ __forceinline__ uint32_t v_lane() {
 // first key.
 template <typename Traits>
 __device__ __forceinline__ void multiply_qk(Scores<Traits>& s, const Queries<Traits>& q,
-                                            WarpRows<Traits>& rows, uint32_t k) {
+                                            uint32_t spare, WarpRows<Traits>& rows, uint32_t k) {
 #pragma unroll
   for (int m = 0; m < Traits::kMTiles; ++m) rows.softmax[m].keep_apart();
 #pragma unroll
   for (int d = 0; d < Traits::kChunks; d += 2) {
+    uint32_t a[Traits::kMTiles][4];
+    take_queries<Traits>(a, q, spare, d);
 #pragma unroll
     for (int n = 0; n < Traits::kNTiles; n += 2) {
       uint32_t b[4];
@@ -112,10 +133,9 @@ __device__ __forceinline__ void multiply_qk(Scores<Traits>& s, const Queries<Tra
 #pragma unroll
         for (int m = 0; m < Traits::kMTiles; ++m) {
           const float zero[4] = {}, *start = Traits::kModified ? zero : rows.softmax[m].start;
-          const uint32_t (&a)[2] = q[m][d + i];
           float *even = &s[m][4 * n], *odd = even + 4;
-          mma_16x8x8(even, a[0], a[1], b[i], d + i == 0 ? start : even);
-          mma_16x8x8(odd, a[0], a[1], b[2 + i], d + i == 0 ? start : odd);
+          mma_16x8x8(even, a[m][2 * i], a[m][2 * i + 1], b[i], d + i == 0 ? start : even);
+          mma_16x8x8(odd, a[m][2 * i], a[m][2 * i + 1], b[2 + i], d + i == 0 ? start : odd);
         }
       }
     }
@@ -148,9 +168,10 @@ __device__ __forceinline__ void multiply_pv(WarpRows<Traits>& rows,
 template <typename Traits>
 __device__ __forceinline__ void make_scores(Scores<Traits>& s, const FwdParams& params,
                                             const Work& work, const Modifier& modifier,
-                                            const Queries<Traits>& q, WarpRows<Traits>& rows,
-                                            View seen, int n_begin, uint32_t k) {
-  multiply_qk<Traits>(s, q, rows, k);
+                                            const Queries<Traits>& q, uint32_t spare,
+                                            WarpRows<Traits>& rows, View seen, int n_begin,
+                                            uint32_t k) {
+  multiply_qk<Traits>(s, q, spare, rows, k);
   if constexpr (Traits::kModified) modify<Traits>(s, rows, work, modifier, n_begin);
   if (seen == View::kPart) mask<Traits>(s, work, n_begin);
   keep_below_reference<Traits>(s, rows, params.score_scale_log2, params.score_slack);
@@ -200,7 +221,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     fwd_kernel(const __grid_constant__ FwdParams params) {
   extern __shared__ __align__(128) char smem_bytes[];
-  const uint32_t smem = smem_address(smem_bytes);
+  const uint32_t smem = smem_address(smem_bytes), spare = smem + 2 * Traits::kBufferBytes;
   // What a tile is lies in shared memory: in registers it would live through the whole loop.
   __shared__ Work work;
   __shared__ Modifier modifier;
@@ -230,7 +251,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     const int n_last = work.range.max - 1;
     if (work.range.min < work.range.max) {
       ahead.load(k_rows, n_last * Traits::kBlockN);
-      load_queries<Traits>(q, q_rows, lane_row<Traits>(work));
+      load_queries<Traits>(q, spare, q_rows, lane_row<Traits>(work));
       const uint32_t first = smem + n_last % 2 * Traits::kBufferBytes;
       ahead.store(first);
       ahead.load(v_rows, n_last * Traits::kBlockN);
@@ -248,7 +269,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
       if (n < work.range.full_min || n >= work.range.full_max) seen = view<Traits>(work, n_begin);
       Scores<Traits> s;
       if (seen != View::kNone) {
-        make_scores<Traits>(s, params, work, modifier, q, rows, seen, n_begin,
+        make_scores<Traits>(s, params, work, modifier, q, spare, rows, seen, n_begin,
                             here + k_lane<Traits>());
       }
       if (more) {
@@ -275,7 +296,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
 // Returns cudaGetLastError's answer; the device is the current one.
 template <int kHeadDim, int kBlockM, int kBlockN, bool kModified>
 cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t stream) {
-  using Traits = FwdTraits<kHeadDim, kBlockM, kBlockN, kModified>;
+  using Traits = FwdTraits<FwdCut<kHeadDim, kBlockM, kBlockN, kModified>>;
   auto* kernel = &fwd_kernel<Traits>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);

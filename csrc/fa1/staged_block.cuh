@@ -54,10 +54,14 @@ class StagedRows {
   }
 
  private:
-  // So many threads share a row; each row costs a thread a 64-bit addition.
-  static constexpr int kLeast = Traits::kThreads / Traits::kBlockN;
-  static constexpr int kAcross =
-      Swizzle<Traits>::kGroup > kLeast ? Swizzle<Traits>::kGroup : kLeast;
+  // So many threads share a row (each row costs a thread a 64-bit addition): as few as make passes
+  // over the block whole.
+  static constexpr int threads_of_a_row() {
+    int across = Swizzle<Traits>::kGroup;
+    while (Traits::kBlockN % (Traits::kThreads / across)) across *= 2;
+    return across;
+  }
+  static constexpr int kAcross = threads_of_a_row();
   static constexpr int kRowsPerPass = Traits::kThreads / kAcross;
   static constexpr int kPasses = Traits::kBlockN / kRowsPerPass;
   static constexpr int kChunkCount = Traits::kChunks / kAcross;

@@ -14,6 +14,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/warp_rows.cuh"
 #include "fa1/launch.h"
 #include "fa1/staged_block.cuh"
 #include "fa1/volta_mma.cuh"
@@ -47,26 +48,6 @@ struct VoltaFwdTraits {
   static_assert(kBlocksPerSM * (kSmemBytes + 512) <= 96 * 1024, "what an SM of 7.0 has");
 };
 
-// The warp's rows of Q.
-template <typename Traits>
-__device__ __forceinline__ void load_queries(uint32_t smem, const MatrixRows& q, int tile_row) {
-  constexpr int kAcross = Swizzle<Traits>::kGroup;
-  const uint32_t thread = fresh_thread_index(), chunk = thread % kAcross;
-  const int first = thread / 32 * Traits::kWarpRows + thread % 32 / kAcross;
-#pragma unroll
-  for (int r = 0; r < Traits::kWarpRows; r += 32 / kAcross) {
-    const int row = first + r, i = tile_row + row;
-    const char* source = q.first + chunk * 16u + int64_t{i} * q.stride;
-#pragma unroll
-    for (int c = 0; c < Traits::kChunks; c += kAcross) {
-      uint4 value = make_uint4(0, 0, 0, 0);
-      if (i < q.end && static_cast<int>(c + chunk) < q.dim / 8)
-        value = ld_global_16(source + c * 16);
-      st_shared_16(smem + QuerySwizzle<Traits>::offset(row, c + chunk), value);
-    }
-  }
-}
-
 // Writes O, divided by the sum, and lse; rows past used_rows get 0 and -inf.
 template <typename Traits>
 __device__ __forceinline__ void write_tile(const FwdParams& params, const Work& work,
@@ -92,10 +73,10 @@ __device__ __forceinline__ void write_tile(const FwdParams& params, const Work& 
 #pragma unroll
       for (int d = 0; d < Traits::kChunks; d += 4) {
         uint32_t words[4];
-        gather_output(&rows.o[m][8 * (d / 2) + 2 * half], weight, words);
+        gather_row(&rows.o[m][8 * (d / 2) + 2 * half], weight, words);
 #pragma unroll
         for (uint32_t& word : words) word = seen ? word : 0u;
-        const int column = (d + output_chunk()) * 8;
+        const int column = (d + gathered_chunk()) * 8;
         if (i < work.rows && column < params.head_dim_v)
           st_global_16(out + i * params.out_stride.row + column, words);
       }
@@ -137,17 +118,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     const int n_last = work.range.max - 1;
     if (work.range.min < work.range.max) {
       ahead.load(k_rows, n_last * Traits::kBlockN);
-      load_queries<Traits>(smem_q, q_rows, work.m_block * Traits::kBlockM);
+      load_rows_of_a<Traits, Traits::kBlockM>(smem_q, q_rows, work.m_block * Traits::kBlockM);
       ahead.store(smem_k);
       ahead.load(v_rows, n_last * Traits::kBlockN);
     }
     WarpRows<Traits> rows = {};
     const uint32_t thread = fresh_thread_index(), lane = thread % 32;
     const uint32_t q = smem_q + thread / 32 * Traits::kWarpRows * Traits::kRowBytes +
-                       VoltaAddress<Traits>::q(lane),
-                   k = smem_k + VoltaAddress<Traits>::k(lane),
-                   v = smem_v + VoltaAddress<Traits>::v(lane, false),
-                   v_other = smem_v + VoltaAddress<Traits>::v(lane, true);
+                       VoltaAddress<Traits>::a(lane),
+                   k = smem_k + VoltaAddress<Traits>::b(lane),
+                   v = smem_v + VoltaAddress<Traits>::b_rows(lane, 0, false),
+                   v_other = smem_v + VoltaAddress<Traits>::b_rows(lane, 0, true);
     for (int n = n_last; n >= work.range.min; --n) {
       const int n_begin = n * Traits::kBlockN;
       View seen = View::kWhole;
@@ -156,7 +137,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
       ahead.store(smem_v);
       if (n > work.range.min) ahead.load(k_rows, n_begin - Traits::kBlockN);
       Scores<Traits> s;
-      if (seen != View::kNone) multiply_qk<Traits>(s, rows, q, k);
+      if (seen != View::kNone) {
+        float start[Traits::kMTiles][4] = {};  // S - reference; of modified scores Q K^T alone
+#pragma unroll
+        for (int m = 0; m < Traits::kMTiles && !Traits::kModified; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) start[m][i] = rows.softmax[m].start[i];
+        }
+        multiply<Traits>(s, q, k, start);
+      }
       block_barrier();  // V is there, and nobody reads K any more
       if (n > work.range.min) {
         ahead.store(smem_k);
@@ -171,7 +160,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
         uint32_t p[Traits::kMTiles][4];
         exponentiate<Traits>(s, rows, work, modifier, n_begin, i, params.score_scale_log2, p);
         const int step = i * 16 * Traits::kRowBytes;
-        multiply_pv<Traits>(rows, p, v + step, v_other + step);
+        uint32_t a[Traits::kMTiles][4][2];
+#pragma unroll
+        for (int m = 0; m < Traits::kMTiles; ++m) relay(p[m], a[m]);
+        add_product<Traits, 4>(rows.o, a, v + step, v_other + step);
       }
     }
     write_tile<Traits>(params, work, rows, Traits::kModified ? modifier.kept_scale : 1.f);

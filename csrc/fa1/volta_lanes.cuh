@@ -35,30 +35,49 @@ struct VoltaLanes {
   }
 };
 
-// Q lies like K and V, but rows r and r + 8 too are apart: a lane's neighbour but one reads it.
+// Of an operand that is read as rows of A: a lane and its neighbour but one read rows r and r + 8,
+// which are apart here too.
 template <typename Traits>
-struct QuerySwizzle {
+struct RowsOfA {
   static constexpr int kGroup = Swizzle<Traits>::kGroup;
+
   FLASH_EXT_HOST_DEVICE static uint32_t offset(int row, int chunk) {
-    return Swizzle<Traits>::offset(row, chunk ^ (row / 8 % 2 * (kGroup == 8 ? 2 : 1)));
+    return Swizzle<Traits>::offset(row, chunk ^ row / 8 % 2 * 2);
+  }
+  // The address `rows` rows (a multiple of 4) below one in rows 0 to 3.
+  FLASH_EXT_HOST_DEVICE static constexpr uint32_t down(uint32_t address, int rows) {
+    const int key = (kGroup == 8 ? rows % 8 : rows / 2 % 4) ^ rows / 8 % 2 * 2;
+    return (address ^ key * 16) + rows * Traits::kRowBytes;
   }
 };
 
 // Where a lane finds its operands, in bytes from the tile's begin; Swizzle::step moves chunks on,
-// an immediate 16 rows. All reads are of 16 bytes a lane, and the eight lanes that are served
-// together meet eight different groups of banks.
+// an immediate 16 rows. Reads are of 16 bytes a lane, and the eight lanes that are served together
+// meet eight different groups of banks.
 template <typename Traits>
 struct VoltaAddress {
-  FLASH_EXT_HOST_DEVICE static uint32_t q(int lane) {
-    return QuerySwizzle<Traits>::offset(VoltaLanes::a_row(lane), 0);
+  // A by rows.
+  FLASH_EXT_HOST_DEVICE static uint32_t a(int lane) {
+    return RowsOfA<Traits>::offset(VoltaLanes::a_row(lane), 0);
   }
-  FLASH_EXT_HOST_DEVICE static uint32_t k(int lane) {
+  // B by columns, each a row of the tile: C's columns are these.
+  FLASH_EXT_HOST_DEVICE static uint32_t b(int lane) {
     return Swizzle<Traits>::offset(VoltaLanes::b_column(lane), 0);
   }
-  // Of the keys of this lane's half of the columns of P, and of the others.
-  FLASH_EXT_HOST_DEVICE static uint32_t v(int lane, bool other) {
+  // B by rows, from a chunk (a multiple of 4) on: the rows that belong to A as relay makes it,
+  // those of this lane's half of 8, or of the other half.
+  FLASH_EXT_HOST_DEVICE static uint32_t b_rows(int lane, int chunk, bool other) {
     return Swizzle<Traits>::offset(VoltaLanes::b_row(lane) ^ (other ? 4 : 0),
-                                   VoltaLanes::b_chunk(lane));
+                                   chunk + VoltaLanes::b_chunk(lane));
+  }
+  // Four rows of B, in a tile of RowsOfA: 8 bytes of a lane are 4 columns of one of them, such that
+  // C's columns are 16 neighbours. chunk: even.
+  FLASH_EXT_HOST_DEVICE static uint32_t four_rows(int lane, int chunk) {
+    return RowsOfA<Traits>::offset(lane % 4, chunk + lane / 16) + lane / 4 % 2 * 8;
+  }
+  // The same for A by columns, of 16 rows of C which lie as store_columns puts them.
+  FLASH_EXT_HOST_DEVICE static uint32_t four_columns(int lane, int chunk) {
+    return RowsOfA<Traits>::offset(lane % 4, chunk + lane / 16) + lane / 8 % 2 * 8;
   }
 };
 

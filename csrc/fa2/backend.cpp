@@ -89,7 +89,7 @@ Status why_not(const Problem* problem) {
   }
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
-  if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_why_not(p);
+  if (static_cast<Pass>(p.pass) == Pass::kBackward) return kBackward.why_not(p);
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,
@@ -104,7 +104,10 @@ Status why_not(const Problem* problem) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
-  if (static_cast<Pass>(problem->pass) == Pass::kBackward) return plan_backward(*problem, plan);
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) {
+    *plan = kBackward.plan(*problem);
+    return ok_status();
+  }
   const Instance& instance = *find_instance(*problem);
   *plan = Plan{};
   plan->tile_m = instance.block_m;
@@ -134,7 +137,7 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
 
 Status bwd(const Problem* problem, const BwdTensors* tensors, const Call* call) {
   const Status reason = why_not(problem);
-  return reason.ok() ? backward(*problem, *tensors, *call) : reason;
+  return reason.ok() ? kBackward.run(*problem, *tensors, *call) : reason;
 }
 
 }  // namespace

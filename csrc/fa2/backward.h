@@ -1,13 +1,11 @@
 // The host side of the backward, for the table in backend.cpp.
 #pragma once
 
-#include "core/backend.h"
+#include "device/bwd_host.h"
 
 namespace flash_ext::fa2 {
 
-// The card is one that fa2 was built for, and common_why_not has nothing against the problem.
-Status backward_why_not(const Problem& p);
-Status plan_backward(const Problem& p, Plan* plan);
-Status backward(const Problem& p, const BwdTensors& tensors, const Call& call);
+// For problems on a card that fa2 was built for, against which common_why_not has nothing.
+extern const device::BwdTable kBackward;
 
 }  // namespace flash_ext::fa2

@@ -5,9 +5,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "device/bwd_params.h"
 #include "device/bwd_rows.h"
 #include "device/fwd_params.h"
-#include "fa2/bwd_params.h"
 
 namespace flash_ext::fa2 {
 
@@ -18,7 +18,7 @@ cudaError_t launch_fwd(const device::FwdParams& params, int64_t grid, cudaStream
 // The three kernels of a backward, one after the other; 0 tiles of keys: the row kernels alone.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kStages, int kDsStages,
           bool kModified>
-cudaError_t launch_bwd(const device::BwdRowsParams& rows, const BwdParams& params, int64_t grid,
-                       cudaStream_t stream);
+cudaError_t launch_bwd(const device::BwdRowsParams& rows, const device::BwdParams& params,
+                       int64_t grid, cudaStream_t stream);
 
 }  // namespace flash_ext::fa2

@@ -40,11 +40,17 @@ def forced(tile: int = 0, max_ctas: int = 0) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@functools.cache
+def dtype_of(backend: str) -> torch.dtype:
+    """One that the backend takes."""
+    return next((dtype for dtype in DTYPES if isinstance(plan(backend, dtype), dict)), DTYPES[0])
+
+
 def plan(
-    backend: str, dtype=torch.bfloat16, head_dim=64, head_dim_v=0, tile=0, backward=False, **options
+    backend: str, dtype=None, head_dim=64, head_dim_v=0, tile=0, backward=False, **options
 ) -> dict | str:
     """What the backend plans for a small problem, or why it cannot run it."""
-    q = torch.empty(1, 16, 2, head_dim, dtype=dtype, device="meta")
+    q = torch.empty(1, 16, 2, head_dim, dtype=dtype or dtype_of(backend), device="meta")
     v = q.new_empty(1, 16, 2, head_dim_v or head_dim)
     with forced(tile):
         try:

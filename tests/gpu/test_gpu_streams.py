@@ -110,7 +110,8 @@ def test_graph(kernel):
 FIRST_CALL = """
 import sys
 import torch, flash_ext
-q, k, v = (torch.randn(2, 300, 4, int(sys.argv[2]), device="cuda", dtype=torch.bfloat16) for _ in range(3))
+dtype = getattr(torch, sys.argv[3])
+q, k, v = (torch.randn(2, 300, 4, int(sys.argv[2]), device="cuda", dtype=dtype) for _ in range(3))
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
@@ -125,7 +126,7 @@ print("same")
 @pytest.mark.parametrize("backend", bed.BACKENDS)
 def test_first_call_ever_under_capture(backend):
     package = str(Path(flash_ext.__file__).resolve().parents[1])
-    command = [sys.executable, "-c", FIRST_CALL, backend, "64"]
+    command = [sys.executable, "-c", FIRST_CALL, backend, "64", str(bed.dtype_of(backend))[6:]]
     ran = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": package},

@@ -37,18 +37,18 @@ def test_what_is_not_supported_is_named(feature, backend):
     options, head_dim, name = UNSUPPORTED[feature]
     options = {k: x.to(bed.DEVICE) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
     if bed.can(backend, feature):
-        out = flash_ext.flash_attn_func(*halves(head_dim), **options, version=backend)
+        out = flash_ext.flash_attn_func(*halves(head_dim, bed.dtype_of(backend)), **options, version=backend)
         assert torch.isfinite(out).all()
         return
     with pytest.raises(RuntimeError) as raised:
-        flash_ext.flash_attn_func(*halves(head_dim), **options, version=backend)
+        flash_ext.flash_attn_func(*halves(head_dim, bed.dtype_of(backend)), **options, version=backend)
     assert str(raised.value).startswith("flash_ext: ") and name in str(raised.value)
 
 
 @pytest.mark.parametrize("head_dim", [1, 63, 100])
 @pytest.mark.parametrize("backend", bed.BACKENDS)
 def test_any_head_dim_is_padded(backend, head_dim):
-    q, k, v = halves(head_dim)
+    q, k, v = halves(head_dim, bed.dtype_of(backend))
     out = flash_ext.flash_attn_func(q, k, v, causal=True, version=backend)
     want = double_attention(q, k, v, causal=True)
     assert out.shape == want.shape and float((out - want).abs().max()) < 2e-2
@@ -67,7 +67,7 @@ WITHOUT_GRADIENTS = [name for name in bed.BACKENDS if not bed.can(name, "softcap
 
 @pytest.mark.parametrize("backend", WITHOUT_GRADIENTS)
 def test_a_missing_gradient_is_an_error_and_never_wrong(backend):
-    q, k, v = halves(requires_grad=True)
+    q, k, v = halves(dtype=bed.dtype_of(backend), requires_grad=True)
     out = flash_ext.flash_attn_func(q, k, v, softcap=5.0, version=backend)
     assert torch.isfinite(out).all()
     with pytest.raises(RuntimeError, match=f"flash_ext: .*{backend}: softcap has no gradients yet"):

@@ -1,10 +1,10 @@
-// What one tile of the backward's main kernel is, the walk over its blocks of queries, and loads.
+// What one tile of the backward's main kernel is, and the walk over its blocks of queries.
 #pragma once
 
+#include "device/mma_bwd_tile.cuh"
 #include "device/row_tile.cuh"
-#include "fa2/bwd_tile.cuh"
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 // One block of keys of one key head, and the queries that see it.
 struct BwdWork {
@@ -62,45 +62,4 @@ struct Cursor {
   }
 };
 
-// Q, dO, lse and delta of a block of queries to a stage, and one committed group, also when there
-// is no such block.
-template <typename Traits>
-__device__ __forceinline__ void load_queries(uint32_t stage, const BwdParams& params,
-                                             const BwdWork& work, Cursor at) {
-  using Element = typename Traits::Element;
-  if (at.head < params.heads_per_kv) {
-    const int head = work.keys.head * params.heads_per_kv + at.head;
-    const int first = at.m * Traits::kBlockM;
-    load_matrix<Traits, Traits::kBlockM>(
-        stage, head_rows<const Element*>(params.q, params.q_stride, work.batch_q, work.q_row, head),
-        params.q_stride.row, first, work.used_q, params.head_dim);
-    load_matrix<Traits, Traits::kBlockM>(
-        stage + Traits::kQBytes,
-        head_rows<const Element*>(params.dout, params.dout_stride, work.batch_q, work.q_row, head),
-        params.dout_stride.row, first, work.used_q, params.head_dim_v);
-    const int64_t values =
-        (work.first_tile + int64_t{at.head} * params.query_tiles.m_slots + at.m) * Traits::kBlockM;
-    load_values<Traits::kBlockM>(stage + 2 * Traits::kQBytes, params.lse_log2 + values);
-    load_values<Traits::kBlockM>(stage + 2 * Traits::kQBytes + Traits::kRowValueBytes,
-                                 params.delta + values);
-  }
-  cp_async_commit();
-}
-
-template <typename Traits>
-__device__ __forceinline__ void load_keys(uint32_t smem, const BwdParams& params,
-                                          const BwdWork& work) {
-  using Element = typename Traits::Element;
-  const RowTile& keys = work.keys;
-  const int first = keys.block * Traits::kBlockN;
-  load_matrix<Traits, Traits::kBlockN>(
-      smem,
-      head_rows<const Element*>(params.k, params.k_stride, keys.batch, keys.first_row, keys.head),
-      params.k_stride.row, first, keys.used, params.head_dim);
-  load_matrix<Traits, Traits::kBlockN>(
-      smem + Traits::kV,
-      head_rows<const Element*>(params.v, params.v_stride, keys.batch, keys.first_row, keys.head),
-      params.v_stride.row, first, keys.used, params.head_dim_v);
-}
-
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

@@ -5,7 +5,7 @@
 #include "device/row_tile.cuh"
 #include "device/score_options.h"
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 struct BwdParams {
   const void* q;     // (batch, seqlen_q, nheads, head_dim) or (total_q, nheads, head_dim)
@@ -22,14 +22,14 @@ struct BwdParams {
   // Deterministic only, else null; cleared by prepare.
   uint32_t* next_tile;  // the number of the next tile of keys to be worked on
   uint32_t* dq_turns;   // (tiles): how many blocks of keys have added to this tile's dQ
-  device::Rows query_rows, key_rows;
-  device::TileScheduler query_tiles;  // of kBlockM queries of a head
-  device::TileScheduler key_tiles;    // of kBlockN keys of a key head
-  device::ScoreOptions score_options;
+  Rows query_rows, key_rows;
+  TileScheduler query_tiles;  // of kBlockM queries of a head
+  TileScheduler key_tiles;    // of kBlockN keys of a key head
+  ScoreOptions score_options;
   int nheads, heads_per_kv;
   int head_dim, head_dim_v;
   int top_left, window_left, window_right;
   float softmax_scale, softmax_scale_log2;
 };
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

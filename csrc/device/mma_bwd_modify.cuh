@@ -1,11 +1,11 @@
 // The backward's modified scores, on a step of S^T and dP^T as bwd.cuh has it.
 #pragma once
 
+#include "device/mma_bwd_tile.cuh"
+#include "device/mma_bwd_work.cuh"
 #include "device/modify.cuh"
-#include "fa2/bwd_tile.cuh"
-#include "fa2/bwd_work.cuh"
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 // The modifier of the group's query head `head`.
 __device__ __forceinline__ Modifier head_modifier(const BwdParams& params, const BwdWork& work,
@@ -54,4 +54,4 @@ __device__ __forceinline__ uint32_t modify_step(float (&s)[2][Traits::kStepM / 2
   return kept;
 }
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

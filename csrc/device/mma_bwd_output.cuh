@@ -2,9 +2,9 @@
 #pragma once
 
 #include "device/bwd_rows.h"
-#include "fa2/bwd_tile.cuh"
+#include "device/mma_bwd_tile.cuh"
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
 // ---- dQ ---------------------------------------------------------------------------------------
 
@@ -77,4 +77,4 @@ __device__ __forceinline__ void write_gradient(uint32_t smem, typename Traits::E
   }
 }
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

@@ -4,15 +4,12 @@
 
 #include <cuda_runtime.h>
 
-#include "device/mma.cuh"
+#include "device/bwd_cut.h"
+#include "device/bwd_params.h"
 #include "device/ptx.cuh"
 #include "device/visible.cuh"
-#include "fa2/bwd_cut.h"
-#include "fa2/bwd_params.h"
 
-namespace flash_ext::fa2 {
-
-using namespace device;
+namespace flash_ext::device {
 
 // A matrix of 16-bit values in shared memory: rows of 16-byte chunks, permuted within a row so that
 // the eight rows of an ldmatrix (and of a fragment's store) lie in eight different bank groups.
@@ -40,57 +37,46 @@ constexpr bool kVectorAtomics = true;
 constexpr bool kVectorAtomics = false;
 #endif
 
-template <typename Element_, typename Cut>
+// Generation: what a backend has of its own, mma and Loads (see bwd.cuh of fa1 and fa2).
+template <typename Element_, typename Cut, typename Generation>
 struct BwdTraits : Cut {
   using Element = Element_;
+  using Loads = typename Generation::template Loads<BwdTraits>;
   using Rows = Swizzled<Cut::kHeadDim>;   // Q, K, V, dO
   using Scores = Swizzled<Cut::kBlockM>;  // P^T and dS^T: a row is a key
+
+  // c += a b, 16 x 8 x 16.
+  static __device__ __forceinline__ void mma(float* c, const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+    Generation::template mma<Element>(c, a, b0, b1);
+  }
 };
 
-// ---- loads ------------------------------------------------------------------------------------
-
-// Rows [first_row, first_row + kRows) of a matrix; rows at or past row_end and chunks past dim
-// arrive as zeros and are not read.
-template <typename Traits, int kRows>
-__device__ __forceinline__ void load_matrix(uint32_t smem, const typename Traits::Element* base,
-                                            int64_t row_stride, int first_row, int row_end,
-                                            int dim) {
-  using Rows = typename Traits::Rows;
-  constexpr int kPass = Traits::kThreads / Rows::kGroup;  // rows of one pass
-  static_assert(kPass % 8 == 0, "the permutation of a thread is the same in every pass");
-  const int row = threadIdx.x / Rows::kGroup, chunk = threadIdx.x % Rows::kGroup;
-  if (kRows < kPass && row >= kRows) return;
-  const auto* source = base + (first_row + row) * row_stride + chunk * 8;
-  smem += Rows::offset(row, chunk);
-#pragma unroll
-  for (int r = 0; r < kRows; r += kPass) {
-    const bool row_used = first_row + row + r < row_end;
-#pragma unroll
-    for (int c = 0; c < Rows::kChunks; c += Rows::kGroup) {
-      cp_async_16(Rows::right(smem, c) + Rows::down(r), source + c * 8,
-                  row_used && (chunk + c) * 8 < dim);
-    }
-    source += kPass * row_stride;
-  }
-}
-
-// kCount values of a tile of queries: lse or delta.
-template <int kCount>
-__device__ __forceinline__ void load_values(uint32_t smem, const float* source) {
-  if (threadIdx.x < kCount / 4)
-    cp_async_16(smem + threadIdx.x * 16, source + threadIdx.x * 4, true);
-}
-
 // ---- products ---------------------------------------------------------------------------------
+
+// 32 rows of an A operand in shared memory. address: this lane's for ldmatrix, of row lane % 16 and
+// chunk lane / 16.
+template <typename Traits>
+struct SmemRows {
+  static constexpr int kUnroll = Traits::kHeadDim / 16;  // steps of 16 columns
+
+  uint32_t address;
+
+  // The fragments of 16 columns.
+  __device__ __forceinline__ void load(uint32_t (&a)[2][4], int d) const {
+    using Rows = typename Traits::Rows;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) ldmatrix_x4(a[m], Rows::right(address, 2 * d) + Rows::down(16 * m));
+  }
+};
 
 // acc (32 keys x kStepM queries) = A B^T over the head dim: S^T = K Q^T, dP^T = V dO^T. a, b: this
 // lane's ldmatrix addresses, a of row lane % 16 and chunk lane / 16; b such that the two registers
 // of a B fragment are neighbours, which the MMA wants: of row lane % 8 + lane / 16 * 8 and chunk
 // lane / 8 % 2, in steps of 8 queries of row lane % 8 and chunk lane / 8.
-template <typename Traits>
-__device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM / 2], uint32_t a,
-                                                uint32_t b) {
-  using Element = typename Traits::Element;
+template <typename Traits, typename Operand>
+__device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM / 2],
+                                                const Operand& a, uint32_t b) {
   using Rows = typename Traits::Rows;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -98,24 +84,22 @@ __device__ __forceinline__ void multiply_scores(float (&acc)[2][Traits::kStepM /
     for (int i = 0; i < Traits::kStepM / 2; ++i) acc[m][i] = 0.f;
   }
   uint32_t fb[4];
-#pragma unroll
+#pragma unroll(Operand::kUnroll)
   for (int d = 0; d < Traits::kHeadDim / 16; ++d) {
     uint32_t fa[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) ldmatrix_x4(fa[m], Rows::right(a, 2 * d) + Rows::down(16 * m));
+    a.load(fa, d);
     if constexpr (Traits::kStepM == 8) {
       if (d % 2 == 0) ldmatrix_x4(fb, Rows::right(b, 2 * d));
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-        mma_16x8x16<Element>(&acc[m][0], fa[m], fb[d % 2 * 2], fb[d % 2 * 2 + 1]);
+      for (int m = 0; m < 2; ++m) Traits::mma(&acc[m][0], fa[m], fb[d % 2 * 2], fb[d % 2 * 2 + 1]);
     } else {
 #pragma unroll
       for (int n = 0; n < Traits::kStepM / 16; ++n) {
         ldmatrix_x4(fb, Rows::right(b, 2 * d) + Rows::down(16 * n));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          mma_16x8x16<Element>(&acc[m][8 * n], fa[m], fb[0], fb[1]);
-          mma_16x8x16<Element>(&acc[m][8 * n + 4], fa[m], fb[2], fb[3]);
+          Traits::mma(&acc[m][8 * n], fa[m], fb[0], fb[1]);
+          Traits::mma(&acc[m][8 * n + 4], fa[m], fb[2], fb[3]);
         }
       }
     }
@@ -152,8 +136,8 @@ __device__ __forceinline__ void add_product(float (&acc)[kCount][kSize],
     ldmatrix_x4_trans(f, Traits::Rows::right(b, kApart * d));
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
-      mma_16x8x16<typename Traits::Element>(&acc[m][8 * d], a[m], f[0], f[1]);
-      mma_16x8x16<typename Traits::Element>(&acc[m][8 * d + 4], a[m], f[2], f[3]);
+      Traits::mma(&acc[m][8 * d], a[m], f[0], f[1]);
+      Traits::mma(&acc[m][8 * d + 4], a[m], f[2], f[3]);
     }
   }
 }
@@ -212,4 +196,4 @@ __device__ __forceinline__ void store_scores(uint32_t smem, int row, int chunk,
 #endif
 }
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device

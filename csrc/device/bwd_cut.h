@@ -2,15 +2,17 @@
 // host and kernel have to agree on.
 #pragma once
 
-namespace flash_ext::fa2 {
+namespace flash_ext::device {
 
-template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kDsStages_, bool kModified_>
+template <int kHeadDim_, int kBlockM_, int kBlockN_, int kStages_, int kDsStages_, bool kModified_,
+          bool kVInSmem_ = true>
 struct BwdCut {
   static constexpr int kHeadDim = kHeadDim_;  // the bucket: head_dim and head_dim_v may be less
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;       // of Q and dO
   static constexpr int kDsStages = kDsStages_;   // of dS
   static constexpr bool kModified = kModified_;  // softcap, ALiBi or dropout, as run-time data
+  static constexpr bool kVInSmem = kVInSmem_;    // else its fragments come from global memory
   static_assert(kStages == 2 || (kStages == 1 && kDsStages == 1),
                 "one buffer of Q and dO has a barrier behind dQ, which a second dS is to save");
 
@@ -44,9 +46,11 @@ struct BwdCut {
   static constexpr int kRowValueBytes = kBlockM * 4;
   static constexpr int kStageBytes = 2 * kQBytes + 2 * kRowValueBytes;  // Q, dO, lse, delta
   // From the start: K, V, dS, P (when sharers trade it), then the stages.
-  static constexpr int kV = kKVBytes, kDs = 2 * kKVBytes, kP = kDs + kDsStages * kScoreBytes;
+  static constexpr int kDs = (kVInSmem ? 2 : 1) * kKVBytes, kP = kDs + kDsStages * kScoreBytes;
   static constexpr int kStage = kSharers == 1 ? kP : kP + kScoreBytes;
   static constexpr int kSmemBytes = kStage + kStages * kStageBytes;
+  static constexpr int kV = kVInSmem ? kKVBytes : kStage;  // dV leaves through it in any case
+  static_assert(kV + kKVBytes <= kSmemBytes, "dV needs room");
 };
 
-}  // namespace flash_ext::fa2
+}  // namespace flash_ext::device
