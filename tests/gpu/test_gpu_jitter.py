@@ -23,7 +23,7 @@ def is_built(kernel: bed.Kernel) -> bool:
 
 
 @pytest.mark.parametrize("max_ctas", [0, 3])
-@pytest.mark.parametrize("kernel", filter(is_built, bed.WITH_BACKWARD), ids=str)
+@pytest.mark.parametrize("kernel", [*filter(is_built, bed.WITH_BACKWARD)], ids=str)
 def test_late_waits_change_no_gradient(kernel, max_ctas):
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
     dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
@@ -43,7 +43,7 @@ def test_late_waits_change_no_gradient(kernel, max_ctas):
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
 @pytest.mark.parametrize("max_ctas", [0, 3])
-@pytest.mark.parametrize("kernel", filter(is_built, bed.KERNELS), ids=str)
+@pytest.mark.parametrize("kernel", [*filter(is_built, bed.KERNELS)], ids=str)
 def test_late_waits_change_nothing(kernel, max_ctas, busy):
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
     out, lse = kernel.forward(q, k, v, causal=True)
