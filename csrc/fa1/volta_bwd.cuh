@@ -20,7 +20,6 @@
 
 #include "device/bwd_rows.cuh"
 #include "device/mma_bwd_modify.cuh"
-#include "fa1/bwd_load.cuh"
 #include "fa1/launch.h"
 #include "fa1/volta_bwd_tile.cuh"
 
@@ -80,11 +79,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
                    q_other = stage + VoltaAddress<Traits>::b_rows(lane, 4 * part, true),
                    row_values = stage + 2 * Traits::kQBytes + 8 * VoltaLanes::column_pair(lane);
 
-    StagedLoads<Traits> ahead;
+    StagedQueries<Traits> ahead;
     Cursor at{0, work.m_max - 1};
     const bool any = work.m_min < work.m_max;
     if (any) {
-      ahead.queries(stage, params, work, at);
+      ahead.load(params, work, at);
       const RowTile& keys = work.keys;
       load_rows_of_a<Traits, Traits::kBlockN>(
           smem,
@@ -99,11 +98,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     }
     float dk[Traits::kTiles][Traits::kGradCount] = {}, dv[Traits::kTiles][Traits::kGradCount] = {};
     while (any && at.head < params.heads_per_kv) {
-      ahead.template wait<0>(stage);
+      ahead.store(stage);
       block_barrier();  // Q and dO are there (K and V too), and nobody reads dS any more
       const int head = at.head, m_block = at.m, query = m_block * Traits::kBlockM;
       at.next(work);
-      ahead.queries(stage, params, work, at);
+      ahead.load(params, work, at);
 
       const uint32_t ds = smem + Traits::kDs + warp * Traits::kWarpKeys * DsTile::kRowBytes +
                           RowsOfA<DsTile>::offset(VoltaLanes::a_row(lane), lane / 4 % 2);

@@ -5,6 +5,7 @@
 #include "device/bwd_modify.cuh"
 #include "device/bwd_rows_params.h"
 #include "device/mma_bwd_work.cuh"
+#include "fa1/staged_block.cuh"
 #include "fa1/volta_bwd_cut.h"
 #include "fa1/volta_mma.cuh"
 
@@ -29,6 +30,49 @@ struct DsTile {
 
 template <typename Traits>
 using KeyScores = float[Traits::kTiles][Traits::kScoreCount];
+
+// ---- loads ------------------------------------------------------------------------------------
+
+// A block of queries on its way: Q, dO, lse and delta, which lie one behind the other in a stage.
+template <typename Traits>
+class StagedQueries {
+ public:
+  // Asks for a block, if it is one.
+  __device__ __forceinline__ void load(const BwdParams& params, const BwdWork& work, Cursor at) {
+    if (at.head >= params.heads_per_kv) return;
+    const int head = work.keys.head * params.heads_per_kv + at.head, m = at.m * Traits::kBlockM;
+    q_.load(matrix_rows<__half>(params.q, params.q_stride, work.batch_q, work.q_row, head,
+                                work.used_q, params.head_dim),
+            m);
+    dout_.load(matrix_rows<__half>(params.dout, params.dout_stride, work.batch_q, work.q_row, head,
+                                   work.used_q, params.head_dim_v),
+               m);
+    const uint32_t thread = fresh_thread_index();
+    if (thread >= 2 * kValueThreads) return;
+    const int64_t tile = work.first_tile + int64_t{at.head} * params.query_tiles.m_slots + at.m;
+    const float* values = thread < kValueThreads ? params.lse_log2 : params.delta;
+    values_ = ld_global_16(values + tile * Traits::kBlockM + thread % kValueThreads * 4);
+  }
+
+  __device__ __forceinline__ void store(uint32_t stage) const {
+    q_.store(stage);
+    dout_.store(stage + Traits::kQBytes);
+    const uint32_t thread = fresh_thread_index();
+    if (thread < 2 * kValueThreads)
+      st_shared_16(stage + 2 * Traits::kQBytes + 16 * thread, values_);
+  }
+
+ private:
+  struct Block {  // as StagedRows wants it
+    static constexpr int kThreads = Traits::kThreads, kBlockN = Traits::kBlockM;
+    static constexpr int kHeadDim = Traits::kHeadDim, kRowBytes = Traits::kRowBytes;
+    static constexpr int kChunks = Traits::kChunks;
+  };
+  static constexpr int kValueThreads = Traits::kBlockM / 4;
+
+  StagedRows<Block> q_, dout_;
+  uint4 values_;
+};
 
 // ---- scores -----------------------------------------------------------------------------------
 
