@@ -121,7 +121,7 @@ Status plan(const Problem* problem, Plan* plan) {
   plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
   if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
   plan->smem = instance.smem_bytes;
-  plan->stages = instance.volta ? 1 : 2;
+  plan->stages = 1;
   plan->launches = plan->grid > 0;
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
            instance.head_dim, problem->head_dim, problem->head_dim_v);

@@ -4,10 +4,11 @@
 // Schedule. The warps split the queries, and a warp keeps its rows of Q in registers as fragments
 // from the first block of keys to the last: shared memory, of which an SM has 64 KB, is for K and V
 // alone, and nearly half of the ldmatrix of S = Q K^T fall away. Keys come in blocks of kBlockN
-// from the last visible one to the first, through two buffers. There is no cp.async: a thread asks
-// for its part of K of block n - 1 before S of block n, puts it into the buffer that everybody has
-// left behind it, and so with V around P V. So a load has half a block's work to arrive, and costs
-// the registers that it waits in. One barrier a block.
+// from the last visible one to the first. There is no cp.async: a thread asks for its part of K of
+// the next block before S of this one, and puts it where K was behind it, when everybody has left
+// that; and so with V, around P V. So a load has half a block's work to arrive, and costs the
+// registers that it waits in. One buffer of each and two barriers a block: two buffers would halve
+// the keys of a block, and cost as many barriers.
 //
 // S stays in registers, becomes P in place, and P, rounded, is the A operand of O += P V. Q comes
 // from and O goes to global memory 16 bytes a lane, traded within a quad: neither needs shared
@@ -221,14 +222,15 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     fwd_kernel(const __grid_constant__ FwdParams params) {
   extern __shared__ __align__(128) char smem_bytes[];
-  const uint32_t smem = smem_address(smem_bytes), spare = smem + 2 * Traits::kBufferBytes;
+  const uint32_t smem_k = smem_address(smem_bytes), smem_v = smem_k + Traits::kKVBytes,
+                 spare = smem_v + Traits::kKVBytes;
   // What a tile is lies in shared memory: in registers it would live through the whole loop.
   __shared__ Work work;
   __shared__ Modifier modifier;
   __shared__ MatrixRows q_rows, k_rows, v_rows;
 
   for (uint32_t tile = blockIdx.x; tile < params.scheduler.num_tiles; tile += gridDim.x) {
-    block_barrier();  // the tile before has left both buffers and its work
+    block_barrier();  // the tile before has left K and V and its work
     if (threadIdx.x == 0) {
       find_work<Traits::kBlockM, Traits::kBlockN>(params, tile, work);
       if constexpr (Traits::kModified) {
@@ -252,40 +254,36 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerSM)
     if (work.range.min < work.range.max) {
       ahead.load(k_rows, n_last * Traits::kBlockN);
       load_queries<Traits>(q, spare, q_rows, lane_row<Traits>(work));
-      const uint32_t first = smem + n_last % 2 * Traits::kBufferBytes;
-      ahead.store(first);
+      ahead.store(smem_k);
       ahead.load(v_rows, n_last * Traits::kBlockN);
-      ahead.store(first + Traits::kKVBytes);
     }
     WarpRows<Traits> rows = {};
     for (int n = n_last; n >= work.range.min; --n) {
-      block_barrier();  // block n is there, and nobody reads the other buffer any more
-      const uint32_t here = smem + n % 2 * Traits::kBufferBytes,
-                     there = smem + (n + 1) % 2 * Traits::kBufferBytes;
       const int n_begin = n * Traits::kBlockN;
       const bool more = n > work.range.min;
+      block_barrier();  // K is there, and nobody reads V of the block before any more
+      ahead.store(smem_v);
       if (more) ahead.load(k_rows, n_begin - Traits::kBlockN);
       View seen = View::kWhole;
       if (n < work.range.full_min || n >= work.range.full_max) seen = view<Traits>(work, n_begin);
       Scores<Traits> s;
       if (seen != View::kNone) {
         make_scores<Traits>(s, params, work, modifier, q, spare, rows, seen, n_begin,
-                            here + k_lane<Traits>());
+                            smem_k + k_lane<Traits>());
       }
+      block_barrier();  // V is there, and nobody reads K any more
       if (more) {
-        ahead.store(there);
+        ahead.store(smem_k);
         ahead.load(v_rows, n_begin - Traits::kBlockN);
       }
-      if (seen != View::kNone) {
-        const uint32_t v = here + Traits::kKVBytes + v_lane<Traits>();
+      if (seen == View::kNone) continue;
+      const uint32_t v = smem_v + v_lane<Traits>();
 #pragma unroll
-        for (int i = 0; i < Traits::kStepN / 16; ++i) {
-          uint32_t p[Traits::kMTiles][4];
-          exponentiate<Traits>(s, rows, work, modifier, n_begin, i, params.score_scale_log2, p);
-          multiply_pv<Traits>(rows, p, v + i * 16 * Traits::kRowBytes);
-        }
+      for (int i = 0; i < Traits::kStepN / 16; ++i) {
+        uint32_t p[Traits::kMTiles][4];
+        exponentiate<Traits>(s, rows, work, modifier, n_begin, i, params.score_scale_log2, p);
+        multiply_pv<Traits>(rows, p, v + i * 16 * Traits::kRowBytes);
       }
-      if (more) ahead.store(there + Traits::kKVBytes);
     }
     write_tile<Traits>(params, work, rows, Traits::kModified ? modifier.kept_scale : 1.f);
   }

@@ -18,11 +18,10 @@ struct FwdCut {
   static constexpr int kStepN = kBlockN;  // keys whose scores are in registers at once
   static constexpr int kNTiles = kStepN / 8;
   static constexpr int kKVBytes = kBlockN * kRowBytes;  // of K, and of V
-  static constexpr int kBufferBytes = 2 * kKVBytes;     // block n is in buffer n % 2
   // Where O leaves no registers for all of Q, its last columns lie in shared memory.
-  static constexpr int kHeldChunks = kHeadDim > 192 ? (kModified ? 8 : 20) : kChunks;
+  static constexpr int kHeldChunks = kHeadDim > 192 ? 16 : kChunks;
   static constexpr int kQBytes = kBlockM * (kChunks - kHeldChunks) * 16;
-  static constexpr int kSmemBytes = 2 * kBufferBytes + kQBytes;
+  static constexpr int kSmemBytes = 2 * kKVBytes + kQBytes;
   static constexpr int kBlocksPerSM = kHeadDim > 96 ? 1 : 2;
   static_assert(kBlockM % kWarpRows == 0, "a warp owns whole rows");
   static_assert(kHeadDim % 32 == 0, "the swizzle permutes 4 or 8 chunks");
