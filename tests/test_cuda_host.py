@@ -27,6 +27,10 @@ def test_block_ranges_and_schedulers_against_brute_force(tmp_path):
     assert run_on_host(tmp_path, "device_host.cpp", str(SEED % 2**31)) == "16000 cases\n"
 
 
+def test_rows_for_ldmatrix_and_their_banks(tmp_path):
+    assert run_on_host(tmp_path, "ldmatrix_host.cpp") == "106 accesses\n"
+
+
 def test_operands_of_volta_and_their_banks(tmp_path):
     assert run_on_host(tmp_path, "volta_host.cpp") == "756 accesses\n"
 
@@ -47,11 +51,11 @@ def why_not(name, tensors, **options):
     return ""
 
 
-BUILT = {name: "not built" not in why_not(name, halves()) for name in ("fa2", "fa3")}
+BUILT = {name: "not built" not in why_not(name, halves()) for name in ("fa1", "fa2", "fa3")}
 
 
 def not_built(name):
-    arch = {"fa2": "80", "fa3": "90a"}[name]
+    arch = {"fa1": "75", "fa2": "80", "fa3": "90a"}[name]
     return f"not built: lib/{name}.so is missing (build with FLASH_EXT_CUDA_ARCHS={arch})"
 
 
@@ -59,6 +63,7 @@ def not_built(name):
 REASONS = [
     ("fa3", halves(), {"device": "sm_80"}, "it runs on compute capability 9.0 only, this card has 8.0"),
     ("fa2", halves(), {"device": "sm_75"}, "it needs compute capability 8.0 or newer, this card has 7.5"),
+    ("fa1", halves(), {"device": "sm_75"}, "its cards have no bfloat16 arithmetic: use float16"),
     ("fa3", halves(seqlen=2**28, nheads=1, batch=1), {}, "a sequence must be shorter than 2^28"),
 ]  # fmt: skip
 
@@ -67,6 +72,25 @@ REASONS = [
 def test_why_not(name, tensors, options, sentence):
     reason = why_not(name, tensors, **options)
     assert reason.endswith(f"{name}: {sentence if BUILT[name] else not_built(name)}")
+
+
+def test_plans_of_fa1():
+    if not BUILT["fa1"]:
+        return
+
+    def plan(head_dim, **options):
+        tensors = halves(head_dim=head_dim, dtype=torch.float16)
+        return flash_ext.plan(*tensors, device="sm_75", version="fa1", **options)
+
+    for head_dim in (32, 64, 96, 128, 192, 256):
+        for options in {}, {"softcap": 5.0}:
+            for backward in False, True:
+                planned = plan(head_dim, backward=backward, **options)
+                assert planned.smem_bytes + 1024 <= 64 * 1024, "what an SM of 7.5 has"
+    assert plan(64).tile == (128, 64) and plan(64).launches == 1 and plan(64).workspace_bytes == 0
+    assert plan(200).tile == plan(256).tile, "the bucket of 256"
+    assert plan(128, backward=True).tile == (32, 64) and plan(128, backward=True).launches == 3
+    assert flash_ext.plan(*halves(dtype=torch.float16), device="sm_75").backend == "fa1"
 
 
 def test_plans_of_fa2():
