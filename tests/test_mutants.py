@@ -1,4 +1,4 @@
-"""The list of planted faults (tools/mutants.py) fits the sources and the tests that it names."""
+"""The list of planted faults (tools/planted_faults.py) fits the sources and the tests that it names."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,320 @@
+"""The faults that tools/mutants.py plants into the kernels, and the test of tests/gpu that catches each."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    test: str  # in tests/gpu/, must fail
+    file: str  # in csrc/
+    old: str  # stands there exactly once
+    new: str
+    late: bool = False  # with late waits: what a wait guards is usually there in time
+
+    @property
+    def backend(self) -> str:
+        if self.file == SOFTMAX:
+            return "fa3"
+        if self.file.startswith("fa"):
+            return self.file[:3]
+        if "mma_bwd" in self.file:
+            return "fa2"
+        return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
+
+    @property
+    def wider(self) -> tuple[str, ...]:
+        """Buckets beside 64, for code that runs only there."""
+        shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
+        return (shared | {WIDE: ("256",), FA2_BWD: ("128",)}).get(self.file, ())
+
+    def needs(self, instance: str) -> bool:
+        """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
+        kernel, *arguments = instance.partition("(")[2].rstrip(")\n").split(", ")
+        if self.backend == "fa1":  # which has one element type, and kernels for 7.0 apart
+            other = ("volta" in kernel) != ("volta" in self.file)
+        else:
+            other = arguments.pop(0) != "__nv_bfloat16"
+        if other or arguments[0] not in ("64", *self.wider):
+            return False
+        backward = "bwd" in self.file or self.test in (*BACKWARD, "")
+        modified = self.test in (MODIFIED, "")
+        return ("bwd" not in kernel or backward) and ("kModified" not in instance or modified)
+
+
+NEEDLE, MASK = "test_gpu_needle.py::test_every_key_is_found", "test_gpu_needle.py::test_edges_of_the_mask"
+RULE, NUMBERS = "test_gpu_rule.py::test_problem", "test_gpu_numbers.py::test_hard_numbers"
+GUARDS = "test_gpu_memory.py::test_guard_bands"
+ISOLATION = "test_gpu_memory.py::test_a_sequence_never_depends_on_others"
+FAR = "test_gpu_memory.py::test_strides_beyond_2_31_elements"
+STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
+
+MODIFIED = "test_gpu_rule.py::test_modified_scores"
+
+FWD, TILE, STEP = "fa2/fwd.cuh", "fa2/smem_tile.cuh", "device/warp_rows.cuh"
+KEYS, SHARE = "fa2/fwd_load.cuh", "fa2/fwd_share.cuh"
+FWD3, LOAD3 = "fa3/fwd.cuh", "fa3/fwd_load.cuh"
+VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
+SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
+
+BWD_MASK = "test_gpu_needle.py::test_edges_of_the_mask_backward"
+BWD_GUARDS = "test_gpu_memory.py::test_guard_bands_backward"
+BWD_ISOLATION = "test_gpu_memory.py::test_gradients_never_depend_on_other_sequences"
+SAME_BITS = "test_gpu_streams.py::test_deterministic_gradients"
+BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
+
+FA2_BWD, FA2_LOAD = "device/mma_bwd.cuh", "fa2/bwd_load.cuh"
+FA2_WORK, FA2_MODIFY, FA2_OUT = (f"device/mma_bwd_{part}.cuh" for part in ("work", "modify", "output"))
+FWD1, STAGED, LOAD1 = "fa1/fwd.cuh", "fa1/staged_block.cuh", "fa1/bwd_load.cuh"
+BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
+TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
+
+MUTANTS = [
+    Mutant(*row)
+    for row in [
+        ("no wait for loads", NEEDLE, KEYS, "cp_async_wait<Traits::kStages - 2>();", "", True),
+        ("no barrier behind loads", NEEDLE, KEYS, "block_barrier();  // everybody's is, and", "//", True),
+        ("no wait for V", NEEDLE, KEYS, "cp_async_wait<0>();  // this thread's part of V", "", True),
+        (
+            "the other's P not waited for",
+            NEEDLE,
+            KEYS,
+            "block_barrier();     // everybody's is there, and nobody reads K",
+            "//",
+            True,
+        ),
+        ("P of a warp's own keys twice", NEEDLE, FWD, "p_address(1 - sharer)", "p_address(sharer)"),
+        ("V of a warp's own keys twice", NEEDLE, FWD, "v += sharer ? -kWarpKeys : kWarpKeys;", ""),
+        ("columns of the other sharer", NEEDLE, FWD, "2 * place.sharer + d %", "2 - 2 * place.sharer + d %"),
+        ("maxima of half of the keys", NUMBERS, STEP, "sharers.combine(m, most", "Alone{}.combine(m, most"),
+        ("sums of half of the keys", RULE, FWD, "sharers.combine(m, softmax", "Alone{}.combine(m, softmax"),
+        ("no barrier between tiles", NEEDLE, FWD, "block_barrier();  // the tile before", "//", True),
+        ("causal limit shifted", MASK, VISIBLE, "window_right + 1;", "window_right + 2;"),
+        ("window begins late", MASK, VISIBLE, "offset - window_left;", "offset - window_left + 1;"),
+        ("ragged last block skipped", NEEDLE, VISIBLE, "(last + kBlockN - 1) / kBlockN", "last / kBlockN"),
+        ("last block taken for full", MASK, VISIBLE, ": end / kBlockN", ": (end + kBlockN - 1) / kBlockN"),
+        ("first block taken for full", MASK, VISIBLE, "(begin + kBlockN - 1) / kBlockN", "begin / kBlockN"),
+        ("one rescale skipped", NUMBERS, SOFTMAX, "o[i] *= rescale", "if (i != 1) o[i] *= rescale"),
+        ("sum not rescaled", NUMBERS, LAZY, "sum[half] *= rescale[half];", ""),
+        (
+            "maximum of half a quad",
+            NUMBERS,
+            LAZY,
+            "__shfl_xor_sync(0xffffffffu, row, Lanes::kNextTwoPairs)",
+            "row",
+        ),
+        ("passing scores overlooked", NUMBERS, LAZY, "signs &= __float", "if (i != 5) signs &= __float"),
+        ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
+        ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
+        ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
+        ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    issue_pv", "    issue_pv", True),
+        ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", "", True),
+        (
+            "fa3: K freed before S is there",
+            NEEDLE,
+            FWD3,
+            "wgmma_wait<1>();  // S",
+            "wgmma_wait<2>();  // S",
+            True,
+        ),
+        ("fa3: a maximum that grew is passed", NUMBERS, FWD3, "rescale[0] != 1.f || rescale", "rescale"),
+        ("fa3: quads not transposed", NEEDLE, FWD3, "transpose_quad(r[j]);", ""),
+        ("fa3: a row past the end is written", GUARDS, FWD3, "if (i < rows && 32", "if (i <= rows && 32"),
+        ("fa3: a block too many passed over", MASK, FWD3, "n >= end; --n) pass", "n >= end - 1; --n) pass"),
+        ("fa3: kv head h, not h / group", NEEDLE, LOAD3, "work.head / params.heads_per_kv", "work.head"),
+        (
+            "fa3: a row past the end is read",
+            ISOLATION,
+            LOAD3,
+            "params.k, batch, work.k_row, length,",
+            "params.k, batch, work.k_row, length + 1,",
+        ),
+        ("fa3: keys of another group's rows", MASK, LOAD3, "+ 64 * group,", "+ 64 * (group ^ 1),"),
+        ("fa3: launched on the default stream", STREAM, FWD3, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+        ("two V columns swapped", NEEDLE, FWD, "(o[0] * weight, o[1]", "(o[1] * weight, o[0]"),
+        ("kv head h, not h / group", NEEDLE, FWD, "work.head / params.heads_per_kv", "work.head"),
+        ("a row past the end is read", ISOLATION, TILE, "c < dim && r < end", "c < dim && r <= end"),
+        ("a row past the end is written", GUARDS, FWD, "if (i >= work.rows", "if (i > work.rows"),
+        ("lse without the reference", NEEDLE, LAZY, "most + logf(total)", "logf(total)"),
+        (
+            "step skipped at the diagonal",
+            MASK,
+            STEP,
+            "n_begin >= visible.end(last)",
+            "n_begin >= visible.end(first)",
+        ),
+        ("step taken for whole", MASK, STEP, "n_end <= visible.end(first) ?", "n_end <= visible.end(last) ?"),
+        (
+            "softcap without scale",
+            MODIFIED,
+            MODIFY,
+            "m.scale_by_cap = m.scale / m.cap",
+            "m.scale_by_cap = 1 / m.cap",
+        ),
+        (
+            "tanh without its polynomial",
+            MODIFIED,
+            MODIFY,
+            "fabsf(x) < 0.5f ? fmaf(p, x, x) : by_exp",
+            "by_exp",
+        ),
+        ("alibi of the other sign", MODIFIED, MODIFY, "fmaf(-slope, fabsf", "fmaf(slope, fabsf"),
+        ("alibi of half a distance", MODIFIED, MODIFY, "distance + 8 * half", "distance"),
+        ("slopes of the first sequence", MODIFIED, MODIFY, "* options.alibi_batch_stride", "* 0"),
+        (
+            "dropout slot shifted",
+            MODIFIED,
+            MODIFY,
+            "4 * row + pair, m.head",
+            "(4 * row + pair ^ 1), m.head",
+        ),
+        (
+            "kept ones not scaled",
+            MODIFIED,
+            MODIFY,
+            "= 1.f / (1.f - options.dropout_threshold / 65536.f)",
+            "= 1",
+        ),
+        ("sink counted twice", RULE, LAZY, "+ expf(sink - most)", "+ 2 * expf(sink - most)"),
+        ("packed keys from another row", NEEDLE, WORK, "work.k_row = first;", "work.k_row = first + 1;"),
+        ("packed lse at the first row", NEEDLE, WORK, "params.rows_q.total + first", "params.rows_q.total"),
+        ("used length ignored", RULE, WORK, "if (params.seqused_k) seqlen_k", "if (false) seqlen_k"),
+        ("32-bit row offset", FAR, TILE, "uint64_t{from} * rows.stride", "from * uint32_t(rows.stride)"),
+        ("launched on the default stream", STREAM, FWD, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+        ("fa1: no barrier before S", NEEDLE, FWD1, "block_barrier();  // K is there", "//", True),
+        ("fa1: no barrier before P V", NEEDLE, FWD1, "block_barrier();  // V is there", "//", True),
+        ("fa1: quads of Q not transposed", NEEDLE, FWD1, "transpose_quad(words);\n#pragma", "#pragma"),
+        ("fa1: rows of O traded", NEEDLE, FWD1, "transpose_quad(words);\n        const", "const"),
+        ("fa1: a block of K too early", NEEDLE, FWD1, "k_rows, n_begin - Traits::kBlockN", "k_rows, n_begin"),
+        ("fa1: kv head h, not h / group", NEEDLE, FWD1, "work.head / params.heads_per_kv", "work.head"),
+        ("fa1: a row of Q past the end is read", ISOLATION, FWD1, "(i) < rows.end", "(i) <= rows.end"),
+        ("fa1: a row past the end is read", ISOLATION, STAGED, "kRowsPerPass < end", "kRowsPerPass <= end"),
+        ("fa1: a row past the end is written", GUARDS, FWD1, "if (i >= work.rows", "if (i > work.rows"),
+        ("fa1: launched on the default stream", STREAM, FWD1, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+        ("fa1: dO of the block before", RULE, LOAD1, "dout_.store(stage + Traits::kQBytes);", ""),
+        (
+            "fa1: delta is lse",
+            RULE,
+            LOAD1,
+            "? params.lse_log2 : params.delta",
+            "? params.lse_log2 : params.lse_log2",
+        ),
+        ("fa1: loads of no block", RULE, LOAD1, "asked_ = true;", "asked_ = at.head == 0;"),
+        ("dS not waited for", RULE, BWD, "named_barrier_sync(kBothBarrier, 256);  // both", "//", True),
+        ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
+        (
+            "nobody waits for a turn",
+            SAME_BITS,
+            "device/mbarrier.cuh",
+            "while (now < turn)",
+            "while (false)",
+            True,
+        ),
+        ("turns in any order", SAME_BITS, PRODUCER, "params.deterministic ? before : 1", "1"),
+        ("first block of keys adds", BWD_GUARDS, PRODUCER, ": bulk_store(", ": bulk_add("),
+        ("mask not mirrored", BWD_MASK, PRODUCER, "params.window_right, params.window_left}", "0, 0}"),
+        ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
+        ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
+        ("dK not scaled", RULE, BWD, "smem.k, dk, params.softmax_scale)", "smem.k, dk, 1.f)"),
+        ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
+        ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
+        (
+            "slope of the group's first head",
+            MODIFIED,
+            TRAITS,
+            "params.heads_per_kv + member;\n  return",
+            "params.heads_per_kv;\n  return",
+        ),
+        ("dropout of the group's first head", MODIFIED, TRAITS, "modifier.head += member;", ""),
+        ("softcap's derivative left out", MODIFIED, BWD_MODIFY, "dp[i] *= fmaf(-t, t, 1.f);", ""),
+        ("dP of dropped ones", MODIFIED, BWD_MODIFY, "drop ? 0.f : dp[i] * kept_scale", "dp[i] * kept_scale"),
+        (
+            "alibi's distance not negated",
+            MODIFIED,
+            BWD_MODIFY,
+            "row - column - distance",
+            "row - column + distance",
+        ),
+        ("dropout of the queries before", MODIFIED, BWD_MODIFY, "kTransposed ? 16 * block : 0", "0"),
+        ("wide: dropped P in dV", MODIFIED, WIDE, "    drop(s, kept);\n", ""),
+        ("d_lse ignored", RULE, ROWS, "delta -= params.d_lse[lse_row + row]", "delta -= 0.f"),
+        ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),
+        ("dO of a spare row is read", BWD_ISOLATION, ROWS, "row < tile.used;", "row < tile.rows;"),
+        ("dQ of a spare row is not 0", BWD_GUARDS, ROWS, "row < used ? make", "row < tile.rows ? make"),
+        ("fa2: dS not waited for", RULE, FA2_BWD, "block_barrier();  // dS and the next", "//", True),
+        (
+            "fa2: others' P not waited for",
+            RULE,
+            FA2_BWD,
+            "named_barrier_sync(1 + key_warp, ",
+            "(void)(",
+            True,
+        ),
+        (
+            "fa2: turns in any order",
+            SAME_BITS,
+            FA2_BWD,
+            "wait_for_value(params.dq_turns + q_tile, turn);",
+            "",
+        ),
+        ("fa2: dK not scaled", RULE, FA2_BWD, "(smem, dk, params.softmax_scale,", "(smem, dk, 1.f,"),
+        ("fa2: mask of S^T shifted", BWD_MASK, "device/mma_bwd_tile.cuh", "8 * r >= end", "8 * r > end"),
+        (
+            "fa2: Q of a spare row is read",
+            BWD_ISOLATION,
+            FA2_LOAD,
+            "row + r < row_end",
+            "row + r <= row_end",
+        ),
+        (
+            "fa2: one head of a group",
+            RULE,
+            FA2_LOAD,
+            "params.heads_per_kv + at.head;",
+            "params.heads_per_kv;",
+        ),
+        ("fa2: ragged last queries skipped", RULE, FA2_WORK, "(i_end + Traits::kBlockM - 1)", "i_end"),
+        (
+            "fa2: dropped P in dV",
+            MODIFIED,
+            FA2_BWD,
+            "bits & 1 ? p[m][i] : 0.f, bits & 2 ? p[m][i + 1] : 0.f",
+            "p[m][i], p[m][i + 1]",
+        ),
+        ("fa2: dV of kept ones not scaled", MODIFIED, FA2_BWD, "modifiers[0].kept_scale : 1.f", "1.f : 1.f"),
+        (
+            "fa2: the other head's modifier",
+            MODIFIED,
+            FA2_BWD,
+            "modifiers[at.head % 2], work",
+            "modifiers[0], work",
+        ),
+        (
+            "fa2: softcap's derivative left out",
+            MODIFIED,
+            FA2_MODIFY,
+            " * cap_derivative(s[m][i], inverse_cap)",
+            "",
+        ),
+        (
+            "fa2: dP of dropped ones",
+            MODIFIED,
+            FA2_MODIFY,
+            "drop ? 0.f : dp[m][i] * modifier.kept_scale",
+            "dp[m][i] * modifier.kept_scale",
+        ),
+        ("fa2: dropout of the keys before", MODIFIED, FA2_MODIFY, "8 * n, key + 16 * m)", "8 * n, key)"),
+        (
+            "fa2: alibi's distance not negated",
+            MODIFIED,
+            FA2_MODIFY,
+            "key + 16 * m + lane / 4 - query - 2 * (lane % 4) - offset",
+            "query + 2 * (lane % 4) + offset - key - 16 * m - lane / 4",
+        ),
+        ("fa2: delta of other queries", MODIFIED, FA2_MODIFY, "delta + 32 * n", "delta"),
+        ("fa2: dK past the end is written", BWD_GUARDS, FA2_OUT, "j >= length", "j > length"),
+    ]
+]
+CONTROLS = [
+    Mutant(f"control of {backend}", "", file, "", "")
+    for backend, file in {"fa1": LOAD1, "fa2": SHARE, "fa3": WIDE}.items()
+]
