@@ -73,11 +73,16 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
   scheduler.lanes_per_group = 1;
   if (p.window_right >= 0 && scheduler.lanes > 0) {
-    // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2.
+    // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
+    // many that the last group's tiles outlast its first one, the longest: n tiles of a head have
+    // the work of n / 2 longest ones.
     constexpr int64_t kL2Bytes = 32 << 20;
     const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / scheduler.lanes;
-    scheduler.lanes_per_group = static_cast<int>(
-        std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(1, bytes), 1, scheduler.lanes));
+    const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
+    const int64_t outlast = 2 * p.device.sm_count / (slots + 1) + 1;
+    const int64_t most = std::clamp<int64_t>(std::max(shared, outlast), 1, scheduler.lanes);
+    const int64_t groups = (scheduler.lanes + most - 1) / most;
+    scheduler.lanes_per_group = static_cast<uint32_t>((scheduler.lanes + groups - 1) / groups);
   }
   scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
   return scheduler;

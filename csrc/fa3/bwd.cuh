@@ -217,8 +217,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork
   int m = work.range.max - 1, member = 0;
   for (int left = blocks_seen * params.heads_per_kv; left > 0; --left) {
     step(work, m, member, dk, dv);
-    member += m == work.range.min;
-    m = m == work.range.min ? work.range.max - 1 : m - 1;
+    if (++member == params.heads_per_kv) --m, member = 0;
   }
 }
 

@@ -275,7 +275,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& w
                                                                 int member, int slab,
                                                                 const float (&dq)[32]) const {
   const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
-  const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+  const int64_t slot = q_slot<Traits>(params, work, m, member);
   float* sums = params.rows.dq_sum + slot * (Traits::kBlockM * Traits::kHeadDim) +
                 dq_index<Traits::kBlockM, true>(group * kSlabs + slab, warp, 0, lane, 0);
 #pragma unroll
@@ -289,13 +289,12 @@ template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::differentiate(const BwdWork& work,
                                                                        float (&dk)[kSlabs][kD],
                                                                        float (&dv)[kSlabsV][kD]) {
-  const BlockRange& range = work.range;  // in shared memory, as all of work
-  if (range.min >= range.max) return;
+  if (work.range.min >= work.range.max) return;
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
-  for (int member = 0; member < params.heads_per_kv; ++member) {
-    for (int m = range.max - 1; m >= range.min; --m) step(work, m, member, dk, dv);
+  for (int m = work.range.max - 1; m >= work.range.min; --m) {
+    for (int member = 0; member < params.heads_per_kv; ++member) step(work, m, member, dk, dv);
   }
 }
 
