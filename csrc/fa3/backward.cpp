@@ -112,6 +112,8 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   params->top_left = p.top_left;
   params->window_left = clamp_window(p.window_left);
   params->window_right = clamp_window(p.window_right);
+  params->dk_rows = t.dk, params->dv_rows = t.dv;
+  params->dk_stride = p.dk, params->dv_stride = p.dv;
   params->softmax_scale = static_cast<float>(p.softmax_scale);
   params->softmax_scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
   return parts.bytes();
@@ -124,7 +126,6 @@ Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance
                        "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
   const void* copy = params->rows.dout_copy;
-  const int store_rows = instance.is_wide ? instance.block_n : 64;  // a warp group writes its own
   const struct {
     TensorMap* map;
     const void* data;
@@ -137,8 +138,8 @@ Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance
        p.head_dim_v, instance.block_m},
       {&params->k, t.k, p.k, keys(p), p.head_dim, instance.block_n},
       {&params->v, t.v, p.v, keys(p), p.head_dim_v, instance.block_n},
-      {&params->dk, t.dk, p.dk, keys(p), p.head_dim, store_rows},
-      {&params->dv, t.dv, p.dv, keys(p), p.head_dim_v, store_rows},
+      {&params->dk, t.dk, p.dk, keys(p), p.head_dim, instance.block_n},
+      {&params->dv, t.dv, p.dv, keys(p), p.head_dim_v, instance.block_n},
   };
   for (const auto& m : maps) {
     if (m.of.rows * m.of.heads * m.of.batch == 0) continue;  // nobody loads it

@@ -50,6 +50,11 @@ __device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork
                                             work.keys.head * params.heads_per_kv + member);
 }
 
+// Blocks of queries that a block of keys meets, of all heads of the group.
+__device__ __forceinline__ int q_blocks(const BwdParams& params, const BwdWork& work) {
+  return max(0, work.range.max - work.range.min) * params.heads_per_kv;
+}
+
 // Calls f(m, member) for every block of queries that sees the keys, last first, and every head of
 // their group. The heads inside: CTAs of neighbouring keys, which see different numbers of blocks,
 // then go through the same ones at the same time, so that none waits long for another's addition to
@@ -115,8 +120,9 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     const BlockRange& range = work.range;
     const bool seen = range.min < range.max;
     if (seen) load_q(range.max - 1, 0);
-    // dK and dV have left.
-    mbarrier_wait(smem_address(&barriers.kv_empty), tiles_loaded++ % 2 ^ 1);
+    // Nobody reads K and V any more; above 128 columns, dK and dV have left.
+    mbarrier_wait(smem_address(&barriers.v_empty), tiles_loaded % 2 ^ 1);
+    mbarrier_wait(smem_address(&barriers.k_empty), tiles_loaded++ % 2 ^ 1);
     if (!seen) continue;
     const int batch_k = params.keys.packed.cu_seqlens ? 0 : work.keys.sequence;
     const int n_begin = work.keys.block * Traits::kBlockN;

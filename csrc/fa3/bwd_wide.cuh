@@ -28,6 +28,7 @@ struct BwdWideTraits {
   static constexpr int kConsumers = kHeadDim == 256 ? 2 : 3;
   static constexpr int kDqStages = 1, kDqThreads = 1;  // who keeps turns: the consumers add dQ
   static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kKvReaders = kConsumers;  // arrivals when K and V may go
   static constexpr int kKBytes = kBlockN * kHeadDim * 2, kVBytes = kBlockN * kHeadDimV * 2;
   static constexpr int kQBytes = kBlockM * kHeadDim * 2, kDoBytes = kBlockM * kHeadDimV * 2;
   static constexpr int kPBytes = kBlockM * kBlockN * 2;      // of P, of dS
@@ -334,7 +335,8 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
       write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
       if (is_leader()) {
         tma_store_wait_read();
-        mbarrier_arrive(smem_address(&barriers.kv_empty));
+        mbarrier_arrive(smem_address(&barriers.k_empty));
+        mbarrier_arrive(smem_address(&barriers.v_empty));
       }
     }
     __syncwarp();
