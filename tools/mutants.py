@@ -201,7 +201,22 @@ MUTANTS = [
         ("used length ignored", RULE, WORK, "if (params.seqused_k) seqlen_k", "if (false) seqlen_k"),
         ("32-bit row offset", FAR, TILE, "uint64_t{from} * rows.stride", "from * uint32_t(rows.stride)"),
         ("launched on the default stream", STREAM, FWD, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
-        ("dS not waited for", RULE, BWD, "named_barrier_sync(kBothBarrier, 256);  // both", "//", True),
+        (
+            "dS not waited for",
+            RULE,
+            BWD,
+            "mbarrier_wait(smem_address(&barriers.ds_full[of % Traits::kStages]), of / Traits::kStages % 2);",
+            "",
+            True,
+        ),
+        (
+            "dS overwritten",
+            RULE,
+            BWD,
+            "mbarrier_wait(smem_address(&barriers.ds_empty[stage()]), phase() ^ 1);",
+            "",
+            True,
+        ),
         ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
         (
             "nobody waits for a turn",
@@ -216,7 +231,7 @@ MUTANTS = [
         ("mask not mirrored", BWD_MASK, PRODUCER, "params.window_right, params.window_left}", "0, 0}"),
         ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
         ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
-        ("dK not scaled", RULE, BWD, "smem.k, dk, params.softmax_scale)", "smem.k, dk, 1.f)"),
+        ("dK not scaled", RULE, BWD, "dk,\n                     params.softmax_scale);", "dk, 1.f);"),
         ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
         ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
         (
