@@ -2,7 +2,7 @@
 
   python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, with a few kernels; needs no GPU
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
-  python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits (bfloat16 and fa1)
+  python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits; of one type
 
 FLASH_EXT_CUDA_ARCHS defaults to "75;90;90a". A "control" is the unchanged source, which must pass every named
 test of its backend.

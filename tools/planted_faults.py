@@ -199,7 +199,22 @@ MUTANTS = [
             "? params.lse_log2 : params.lse_log2",
         ),
         ("fa1: loads of no block", RULE, LOAD1, "asked_ = true;", "asked_ = at.head == 0;"),
-        ("dS not waited for", RULE, BWD, "named_barrier_sync(kBothBarrier, 256);  // both", "//", True),
+        (
+            "dS not waited for",
+            RULE,
+            BWD,
+            "mbarrier_wait(smem_address(&barriers.ds_full[of % Traits::kStages]), of / Traits::kStages % 2);",
+            "",
+            True,
+        ),
+        (
+            "dS overwritten",
+            RULE,
+            BWD,
+            "mbarrier_wait(smem_address(&barriers.ds_empty[stage()]), phase() ^ 1);",
+            "",
+            True,
+        ),
         ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
         (
             "nobody waits for a turn",
@@ -214,7 +229,7 @@ MUTANTS = [
         ("mask not mirrored", BWD_MASK, PRODUCER, "params.window_right, params.window_left}", "0, 0}"),
         ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
         ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
-        ("dK not scaled", RULE, BWD, "smem.k, dk, params.softmax_scale)", "smem.k, dk, 1.f)"),
+        ("dK not scaled", RULE, BWD, "dk,\n                     params.softmax_scale);", "dk, 1.f);"),
         ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
         ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
         (

@@ -73,11 +73,16 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
   scheduler.lanes_per_group = 1;
   if (p.window_right >= 0 && scheduler.lanes > 0) {
-    // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2.
+    // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
+    // many that the last group's tiles outlast its first one, the longest: n tiles of a head have
+    // the work of n / 2 longest ones.
     constexpr int64_t kL2Bytes = 32 << 20;
     const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / scheduler.lanes;
-    scheduler.lanes_per_group = static_cast<int>(
-        std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(1, bytes), 1, scheduler.lanes));
+    const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
+    const int64_t outlast = 2 * p.device.sm_count / (slots + 1) + 1;
+    const int64_t most = std::clamp<int64_t>(std::max(shared, outlast), 1, scheduler.lanes);
+    const int64_t groups = (scheduler.lanes + most - 1) / most;
+    scheduler.lanes_per_group = static_cast<uint32_t>((scheduler.lanes + groups - 1) / groups);
   }
   scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
   return scheduler;
@@ -107,6 +112,8 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   params->top_left = p.top_left;
   params->window_left = clamp_window(p.window_left);
   params->window_right = clamp_window(p.window_right);
+  params->dk_rows = t.dk, params->dv_rows = t.dv;
+  params->dk_stride = p.dk, params->dv_stride = p.dv;
   params->softmax_scale = static_cast<float>(p.softmax_scale);
   params->softmax_scale_log2 = static_cast<float>(p.softmax_scale * 1.4426950408889634);
   return parts.bytes();
@@ -119,7 +126,6 @@ Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance
                        "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
   const void* copy = params->rows.dout_copy;
-  const int store_rows = instance.is_wide ? instance.block_n : 64;  // a warp group writes its own
   const struct {
     TensorMap* map;
     const void* data;
@@ -132,8 +138,8 @@ Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance
        p.head_dim_v, instance.block_m},
       {&params->k, t.k, p.k, keys(p), p.head_dim, instance.block_n},
       {&params->v, t.v, p.v, keys(p), p.head_dim_v, instance.block_n},
-      {&params->dk, t.dk, p.dk, keys(p), p.head_dim, store_rows},
-      {&params->dv, t.dv, p.dv, keys(p), p.head_dim_v, store_rows},
+      {&params->dk, t.dk, p.dk, keys(p), p.head_dim, instance.block_n},
+      {&params->dv, t.dv, p.dv, keys(p), p.head_dim_v, instance.block_n},
   };
   for (const auto& m : maps) {
     if (m.of.rows * m.of.heads * m.of.batch == 0) continue;  // nobody loads it

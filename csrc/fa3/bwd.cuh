@@ -5,7 +5,9 @@
 // head of its group. Two consumer warp groups own 64 keys each and hold dK and dV in registers.
 // They compute S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as A operands: dV +=
 // P^T dO and dK += dS^T Q read them from registers. dS^T also goes to shared memory, where dQ = dS
-// K takes it from; threads of the producer's group add dQ to its float32 sums by bulk copies.
+// K takes it from, a block of queries later: so the warp groups need not meet, and one computes P
+// and dS while the products of the other run. Threads of the producer's group add dQ to its float32
+// sums by bulk copies.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +30,7 @@ struct BwdConsumer {
   static constexpr int kDq = Traits::kDqColumns / 2;
   static constexpr int kSlabM = Traits::kBlockM * kSlabRowBytes,
                        kSlabN = Traits::kBlockN * kSlabRowBytes;
-  static constexpr int kBothBarrier = 1, kOwnBarrier = 2;  // named; kOwnBarrier + group
+  static constexpr int kTurnBarrier = 1;  // named; kTurnBarrier + group
 
   const BwdParams& params;
   const BwdSmem<Traits>& smem;
@@ -38,6 +40,14 @@ struct BwdConsumer {
 
   __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
+  // S^T and dP^T are computed in turns, so that one warp group's softmax hides behind the products
+  // of the other.
+  __device__ __forceinline__ void wait_turn() const {
+    named_barrier_sync(kTurnBarrier + group, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    named_barrier_arrive(kTurnBarrier + 1 - group, 256);
+  }
 
   // c = A B^T of this warp group's 64 rows of a (K, V) and the kBlockM rows of b (Q, dO).
   template <int kColumns>
@@ -69,14 +79,16 @@ struct BwdConsumer {
     wgmma_commit();
   }
 
-  // This warp group's half of dQ = dS K, over the keys of both.
-  __device__ __forceinline__ void issue_dq(float (&c)[kDq]) const {
-    const uint32_t ds =
-        smem.ds + stage() * Traits::kDsBytes + (Traits::kSplitRows ? group * kSlabN : 0);
+  // This warp group's half of the dQ = dS K of block `of`, over the keys of both.
+  __device__ __forceinline__ void issue_dq(float (&c)[kDq], uint32_t of) const {
+    const uint32_t ds = smem.ds + of % Traits::kStages * Traits::kDsBytes +
+                        (Traits::kSplitRows ? group * kSlabN : 0);
     const int column = Traits::kSplitRows ? 0 : group * Traits::kDqColumns;
     const uint32_t k = smem.k + column / 64 * kSlabN + column % 64 * 2;
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
                    b_first = descriptor_mn_major(afresh(k), kSlabN);
+    // Both halves of dS are written.
+    mbarrier_wait(smem_address(&barriers.ds_full[of % Traits::kStages]), of / Traits::kStages % 2);
     wgmma_own(c);
     wgmma_fence();
 #pragma unroll
@@ -112,16 +124,19 @@ struct BwdConsumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void differentiate(const BwdWork& work, float (&dk)[kDk],
                                                 float (&dv)[kDv]);
+  template <bool kFirst>
   __device__ __forceinline__ void step(const BwdWork& work, int m, int member, float (&dk)[kDk],
                                        float (&dv)[kDv]);
-  __device__ __forceinline__ void write_dq(const float (&dq)[kDq]);
+  __device__ __forceinline__ void write_dq(const float (&dq)[kDq], uint32_t of) const;
   template <int kCount>
-  __device__ __forceinline__ void write_gradient(const BwdWork& work, const TensorMap& map,
-                                                 uint32_t tile, float (&c)[kCount], float scale);
+  __device__ __forceinline__ void write_gradient(const BwdWork& work, void* out,
+                                                 const Strides& stride, int columns,
+                                                 const float (&c)[kCount], float scale) const;
 };
 
-// One block of queries.
+// One block of queries, and dQ of the block before, if there was one.
 template <typename Traits>
+template <bool kFirst>
 __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m, int member,
                                                           float (&dk)[kDk], float (&dv)[kDv]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -132,16 +147,22 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   uint32_t p_rounded[kS / 8][4], ds_rounded[kS / 8][4];
   const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
 
-  mbarrier_wait(smem_address(&barriers.q_full[stage()]), phase());  // Q and lse are there
-  issue_scores<Traits::kHeadDim>(s, smem.k, q);
+  mbarrier_wait(smem_address(&barriers.q_full[stage()]), phase());   // Q and lse are there
   mbarrier_wait(smem_address(&barriers.do_full[stage()]), phase());  // dO and delta too
+  wait_turn();
+  issue_scores<Traits::kHeadDim>(s, smem.k, q);
   issue_scores<Traits::kHeadDimV>(dp, smem.v, dout);
-  wgmma_wait<0>();  // S^T and dP^T
+  wgmma_wait<1>();  // S^T
   wgmma_own(s);
-  wgmma_own(dp);
+  auto wait_dp = [&] {
+    wgmma_wait<0>();
+    wgmma_own(dp);
+    pass_turn();
+  };
   const int key = work.keys.block * Traits::kBlockN + group * 64 + warp * 16;
   uint64_t kept = 0;
   if constexpr (Traits::kModified) {
+    wait_dp();
     const TilePlace at{m * Traits::kBlockM, key, work.seen_by.visible().offset};
     kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int i) {
       return ld_shared_float(smem.delta + my_columns + i / 4 * 32 + i % 2 * 4);
@@ -153,45 +174,58 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
 #pragma unroll
   for (int j = 0; j < kS / 4; ++j) {
     const float2 lse = ld_shared_floats(smem.lse + my_columns + j * 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[4 * j + i] = exp2_approx(s[4 * j + i] * scale_log2 - (i % 2 ? lse.y : lse.x));
+    }
+  }
+  if constexpr (!Traits::kModified) wait_dp();
+#pragma unroll
+  for (int j = 0; j < kS / 4; ++j) {
     const float2 delta =
         Traits::kModified ? float2{} : ld_shared_floats(smem.delta + my_columns + j * 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float& p = s[4 * j + i];
-      p = exp2_approx(p * scale_log2 - (i % 2 ? lse.y : lse.x));
-      dp[4 * j + i] = p * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+      dp[4 * j + i] = s[4 * j + i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
     }
   }
   if constexpr (Traits::kModified) drop(s, kept);
   round(p_rounded, s);
   round(ds_rounded, dp);
-  // The other stage of dS may still be read: by dQ of the block before.
+
+  // dQ of two blocks before has read what was there.
+  mbarrier_wait(smem_address(&barriers.ds_empty[stage()]), phase() ^ 1);
   write_tile(smem.ds + stage() * Traits::kDsBytes, ds_rounded);
   async_proxy_fence();
+  __syncwarp();
+  release(barriers.ds_full[stage()]);
 
-  issue_gradient(dv, p_rounded, dout);
-  named_barrier_sync(kBothBarrier, 256);  // both halves of dS are written
   float dq[kDq];
-  issue_dq(dq);
+  issue_gradient(dv, p_rounded, dout);
+  if constexpr (!kFirst) issue_dq(dq, blocks - 1);
   issue_gradient(dk, ds_rounded, q);
   wgmma_wait<1>();  // dV and dQ
-  wgmma_own(dq);
   wgmma_own(dv);
   release(barriers.do_empty[stage()]);
-  write_dq(dq);
+  if constexpr (!kFirst) {
+    wgmma_own(dq);
+    release(barriers.ds_empty[stage() ^ 1]);
+    write_dq(dq, blocks - 1);
+  }
   wgmma_wait<0>();  // dK
   wgmma_own(dk);
   release(barriers.q_empty[stage()]);
   ++blocks;
 }
 
-// Hands this warp group's half of dQ to the thread that adds it.
+// Hands this warp group's half of the dQ of block `of` to the thread that adds it.
 template <typename Traits>
-__device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[kDq]) {
+__device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[kDq],
+                                                              uint32_t of) const {
   const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
-  const uint32_t dq_stage = blocks % Traits::kDqStages;
+  const uint32_t dq_stage = of % Traits::kDqStages;
   // What was there has been added.
-  mbarrier_wait(smem_address(&barriers.dq_empty[dq_stage]), blocks / Traits::kDqStages % 2 ^ 1);
+  mbarrier_wait(smem_address(&barriers.dq_empty[dq_stage]), of / Traits::kDqStages % 2 ^ 1);
   const uint32_t tile = smem.dq + dq_stage * Traits::kDqBytes;
 #pragma unroll
   for (int j = 0; j < kDq / 4; ++j) {
@@ -209,47 +243,59 @@ template <typename Traits>
 __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork& work,
                                                                    float (&dk)[kDk],
                                                                    float (&dv)[kDv]) {
-  const int blocks_seen = work.range.max - work.range.min;
-  if (blocks_seen <= 0) return;
+  if (work.range.min >= work.range.max) return;
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
   int m = work.range.max - 1, member = 0;
-  for (int left = blocks_seen * params.heads_per_kv; left > 0; --left) {
-    step(work, m, member, dk, dv);
-    member += m == work.range.min;
-    m = m == work.range.min ? work.range.max - 1 : m - 1;
+  step<true>(work, m, member, dk, dv);
+  for (;;) {
+    if (++member == params.heads_per_kv) --m, member = 0;
+    if (m < work.range.min) break;
+    step<false>(work, m, member, dk, dv);
   }
+  float dq[kDq];
+  issue_dq(dq, blocks - 1);
+  wgmma_wait<0>();
+  wgmma_own(dq);
+  release(barriers.ds_empty[stage() ^ 1]);
+  write_dq(dq, blocks - 1);
 }
 
-// dK or dV, scaled, through this warp group's rows of the tile that K or V lay in.
+// dK or dV, scaled, from registers to global memory: shared memory belongs to the next tile
+// already.
 template <typename Traits>
 template <int kCount>
-__device__ __forceinline__ void BwdConsumer<Traits>::write_gradient(
-    const BwdWork& work, const TensorMap& map, uint32_t tile, float (&c)[kCount], float scale) {
-  uint32_t rounded[kCount / 8][4];
+__device__ __forceinline__ void BwdConsumer<Traits>::write_gradient(const BwdWork& work, void* out,
+                                                                    const Strides& stride,
+                                                                    int columns,
+                                                                    const float (&c)[kCount],
+                                                                    float scale) const {
+  const int quad_lane = threadIdx.x % 4;
+  const int row = work.keys.block * Traits::kBlockN + group * 64 + threadIdx.x / 32 % 4 * 16 +
+                  threadIdx.x % 32 / 4;
+  Element* to = static_cast<Element*>(out) + row_offset(stride, work.keys, row) + 8 * quad_lane;
 #pragma unroll
-  for (int d = 0; d < kCount / 8; ++d) {
+  for (int half = 0; half < 2; ++half) {
+    // A lane holds two columns of each group of eight; four groups later it holds one group whole.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      rounded[d][i] = pack<Element>(c[8 * d + 2 * i] * scale, c[8 * d + 2 * i + 1] * scale);
+    for (int j = 0; j < kCount / 16; ++j) {
+      uint32_t r[4];
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const float* pair = &c[4 * (4 * j + g) + 2 * half];
+        r[g] = pack<Element>(pair[0] * scale, pair[1] * scale);
+      }
+      transpose_quad(r);
+      if (row + 8 * half < work.keys.rows && 32 * j + 8 * quad_lane < columns)
+        st_global_16(to + 8 * half * stride.row + 32 * j, r);
     }
   }
-  write_tile(tile, rounded);
-  async_proxy_fence();
-  named_barrier_sync(kOwnBarrier + group, 128);
-  const int row = work.keys.block * Traits::kBlockN + group * 64;
-  if (threadIdx.x % 128 || row >= work.keys.rows) return;
-  const auto at =
-      tma_at(map, work.keys.batch, work.keys.first_row, work.keys.rows, row, work.keys.head);
-  for (int slab = 0; slab < (kCount + 31) / 32; ++slab) {
-    tma_store(map, tile + group * 64 * kSlabRowBytes + slab * kSlabN, at, slab * kSlabColumns);
-  }
-  tma_store_commit();
 }
 
 template <typename Traits>
 __device__ __forceinline__ void BwdConsumer<Traits>::run() {
+  if (group == 1) pass_turn();  // the first turn is group 0's
   for (uint32_t tile = 0;; ++tile) {
     mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
     const BwdWork& work = barriers.works[tile % 2];
@@ -257,13 +303,12 @@ __device__ __forceinline__ void BwdConsumer<Traits>::run() {
     if (has_rows<Traits>(work)) {
       float dk[kDk] = {}, dv[kDv] = {};
       differentiate(work, dk, dv);
-      named_barrier_sync(kBothBarrier, 256);  // nobody reads K any more
-      write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
-      write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
-      if (threadIdx.x % 128 == 0) {
-        tma_store_wait_read();
-        mbarrier_arrive(smem_address(&barriers.kv_empty));
-      }
+      release(barriers.v_empty);
+      release(barriers.k_empty);
+      write_gradient(work, params.dv_rows, params.dv_stride, params.rows.head_dim_v, dv,
+                     kept_scale_of<Traits>(work));
+      write_gradient(work, params.dk_rows, params.dk_stride, params.rows.head_dim, dk,
+                     params.softmax_scale);
     }
     __syncwarp();
     release(barriers.tile_empty[tile % 2]);

@@ -34,7 +34,9 @@ constexpr int bwd_wide_smem_bytes(int head_dim, int head_dim_v, int block_m, int
 struct BwdParams {
   device::TensorMap q, dout;  // boxes of 64 columns and kBlockM rows
   device::TensorMap k, v;     // kBlockN rows
-  device::TensorMap dk, dv;   // 64 rows: a warp group writes its own
+  device::TensorMap dk, dv;   // kBlockN rows; bwd_wide.cuh writes through them,
+  void *dk_rows, *dv_rows;    // bwd.cuh from registers
+  Strides dk_stride, dv_stride;
   device::BwdRowsParams rows;
   device::Rows keys;
   device::TileScheduler scheduler;  // of blocks of keys

@@ -42,11 +42,29 @@ __device__ __forceinline__ bool has_rows(const BwdWork& work) {
   return work.keys.block * Traits::kBlockN < work.keys.rows;
 }
 
+// Where the block of queries m of a head of the group lies among all tiles of queries.
 template <typename Traits>
-__device__ __forceinline__ int64_t first_q_slot(const BwdParams& params, const BwdWork& work,
-                                                int member) {
-  return first_slot_of<Traits::kBlockM>(params.rows.q, params.rows.tiles, work.keys.sequence,
-                                        work.keys.head * params.heads_per_kv + member);
+__device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork& work, int m,
+                                          int member) {
+  return m + first_slot_of<Traits::kBlockM>(params.rows.q, params.rows.tiles, work.keys.sequence,
+                                            work.keys.head * params.heads_per_kv + member);
+}
+
+// Blocks of queries that a block of keys meets, of all heads of the group.
+__device__ __forceinline__ int q_blocks(const BwdParams& params, const BwdWork& work) {
+  return max(0, work.range.max - work.range.min) * params.heads_per_kv;
+}
+
+// Calls f(m, member) for every block of queries that sees the keys, last first, and every head of
+// their group. The heads inside: CTAs of neighbouring keys, which see different numbers of blocks,
+// then go through the same ones at the same time, so that none waits long for another's addition to
+// dQ and all find Q and dO in the L2.
+template <typename F>
+__device__ __forceinline__ void for_each_q_block(const BwdParams& params, const BwdWork& work,
+                                                 F&& f) {
+  for (int m = work.range.max - 1; m >= work.range.min; --m) {
+    for (int member = 0; member < params.heads_per_kv; ++member) f(m, member);
+  }
 }
 
 template <typename Traits, typename Smem>
@@ -66,7 +84,7 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     if (work.keys.head < 0) return;
     if (!has_rows<Traits>(work)) continue;  // for the others too
 
-    auto load_q = [&](int member, int m) {
+    auto load_q = [&](int m, int member) {
       const uint32_t stage = q_blocks % Traits::kStages;
       mbarrier_wait(smem_address(&barriers.q_empty[stage]), q_blocks / Traits::kStages % 2 ^ 1);
       const uint32_t full = smem_address(&barriers.q_full[stage]);
@@ -77,12 +95,12 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
         tma_load(smem.q + stage * Traits::kQBytes + slab * kSlabM, params.q, full, at,
                  slab * kSlabColumns, kEvictLast);
       }
-      const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+      const int64_t slot = q_slot<Traits>(params, work, m, member);
       bulk_load(smem.lse + stage * Traits::kRowBytes, params.rows.lse_log2 + slot * Traits::kBlockM,
                 Traits::kRowBytes, full);
       ++q_blocks;
     };
-    auto load_dout = [&](int member, int m) {
+    auto load_dout = [&](int m, int member) {
       const uint32_t stage = do_blocks % Traits::kDoStages;
       mbarrier_wait(smem_address(&barriers.do_empty[stage]), do_blocks / Traits::kDoStages % 2 ^ 1);
       const uint32_t full = smem_address(&barriers.do_full[stage]);
@@ -93,7 +111,7 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
         tma_load(smem.dout + stage * Traits::kDoBytes + slab * kSlabM, params.dout, full, at,
                  slab * kSlabColumns, kEvictLast);
       }
-      const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+      const int64_t slot = q_slot<Traits>(params, work, m, member);
       bulk_load(smem.delta + stage * Traits::kRowBytes, params.rows.delta + slot * Traits::kBlockM,
                 Traits::kRowBytes, full);
       ++do_blocks;
@@ -101,9 +119,10 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
 
     const BlockRange& range = work.range;
     const bool seen = range.min < range.max;
-    if (seen) load_q(0, range.max - 1);
-    // dK and dV have left.
-    mbarrier_wait(smem_address(&barriers.kv_empty), tiles_loaded++ % 2 ^ 1);
+    if (seen) load_q(range.max - 1, 0);
+    // Nobody reads K and V any more; above 128 columns, dK and dV have left.
+    mbarrier_wait(smem_address(&barriers.v_empty), tiles_loaded % 2 ^ 1);
+    mbarrier_wait(smem_address(&barriers.k_empty), tiles_loaded++ % 2 ^ 1);
     if (!seen) continue;
     const int batch_k = params.keys.packed.cu_seqlens ? 0 : work.keys.sequence;
     const int n_begin = work.keys.block * Traits::kBlockN;
@@ -120,12 +139,10 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     for (int slab = 0; slab < kSlabsV; ++slab) {
       tma_load(smem.v + slab * kSlabN, params.v, v_full, v_at, slab * kSlabColumns, kEvictFirst);
     }
-    for (int member = 0; member < params.heads_per_kv; ++member) {
-      for (int m = range.max - 1; m >= range.min; --m) {
-        if (member > 0 || m < range.max - 1) load_q(member, m);
-        load_dout(member, m);
-      }
-    }
+    for_each_q_block(params, work, [&](int m, int member) {
+      if (member > 0 || m < range.max - 1) load_q(m, member);
+      load_dout(m, member);
+    });
   }
 }
 
@@ -150,27 +167,25 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Tr
     mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
     const BwdWork& work = barriers.works[tile % 2];
     if (work.keys.head < 0) break;
-    const BlockRange range = has_rows<Traits>(work) ? work.range : BlockRange{};
-    for (int member = 0; member < (range.min < range.max ? params.heads_per_kv : 0); ++member) {
-      const int64_t first = first_q_slot<Traits>(params, work, member);
-      for (int m = range.max - 1; m >= range.min; --m, ++blocks) {
-        if (blocks % Traits::kDqStages != stage) continue;
-        float* sums = params.rows.dq_sum + (first + m) * (Traits::kDqBytes / 4);
-        const int before = params.turns ? blocks_before<Traits>(work, m) : 1;
-        if (params.turns && before > 0)
-          wait_for_turn(params.turns + first + m, params.deterministic ? before : 1);
-        mbarrier_wait(smem_address(&barriers.dq_full[stage]), blocks / Traits::kDqStages % 2);
-        const uint32_t dq = smem.dq + stage * Traits::kDqBytes;
-        before > 0 ? bulk_add(sums, dq, Traits::kDqBytes) : bulk_store(sums, dq, Traits::kDqBytes);
-        tma_store_commit();
-        tma_store_wait_read();
-        mbarrier_arrive(smem_address(&barriers.dq_empty[stage]));
-        if (before == 0 || params.deterministic) {
-          tma_store_wait();
-          pass_turn(params.turns + first + m);
-        }
+    auto add = [&](int m, int member) {
+      if (blocks++ % Traits::kDqStages != stage) return;
+      const int64_t slot = q_slot<Traits>(params, work, m, member);
+      float* sums = params.rows.dq_sum + slot * (Traits::kDqBytes / 4);
+      uint32_t* turn = params.turns + slot;
+      const int before = blocks_before<Traits>(work, m);
+      if (before > 0) wait_for_turn(turn, params.deterministic ? before : 1);
+      mbarrier_wait(smem_address(&barriers.dq_full[stage]), (blocks - 1) / Traits::kDqStages % 2);
+      const uint32_t dq = smem.dq + stage * Traits::kDqBytes;
+      before > 0 ? bulk_add(sums, dq, Traits::kDqBytes) : bulk_store(sums, dq, Traits::kDqBytes);
+      tma_store_commit();
+      tma_store_wait_read();
+      mbarrier_arrive(smem_address(&barriers.dq_empty[stage]));
+      if (before == 0 || params.deterministic) {
+        tma_store_wait();
+        pass_turn(turn);
       }
-    }
+    };
+    if (has_rows<Traits>(work)) for_each_q_block(params, work, add);
     mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
   }
   tma_store_wait();  // before shared memory goes
@@ -186,15 +201,13 @@ __device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<
     const BwdWork& work = barriers.works[tile % 2];
     if (work.keys.head < 0) break;
     if (params.turns && has_rows<Traits>(work)) {
-      for (int member = 0; member < params.heads_per_kv; ++member) {
-        for (int m = work.range.max - 1; m >= work.range.min; --m, ++blocks) {
-          uint32_t* turn = params.turns + first_q_slot<Traits>(params, work, member) + m;
-          wait_for_turn(turn, blocks_before<Traits>(work, m));
-          mbarrier_arrive(smem_address(&barriers.turn_come));
-          mbarrier_wait(smem_address(&barriers.turn_over), blocks % 2);
-          pass_turn(turn);
-        }
-      }
+      for_each_q_block(params, work, [&](int m, int member) {
+        uint32_t* turn = params.turns + q_slot<Traits>(params, work, m, member);
+        wait_for_turn(turn, blocks_before<Traits>(work, m));
+        mbarrier_arrive(smem_address(&barriers.turn_come));
+        mbarrier_wait(smem_address(&barriers.turn_over), blocks++ % 2);
+        pass_turn(turn);
+      });
     }
     mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
   }

@@ -26,6 +26,7 @@ struct BwdTraits {
   static constexpr int kConsumers = 2;              // warp groups of 64 keys each
   static constexpr int kDqThreads = kDqStages;      // who add dQ
   static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kKvReaders = 4 * kConsumers;  // arrivals when K and V may go: a warp each
   static constexpr int kSlabs = slab_columns(kHeadDim) / 64, kSlabsV = slab_columns(kHeadDimV) / 64;
   static constexpr int kKBytes = kBlockN * kSlabs * 128, kVBytes = kBlockN * kSlabsV * 128;
   static constexpr int kQBytes = kBlockM * kSlabs * 128, kDoBytes = kBlockM * kSlabsV * 128;
@@ -109,9 +110,10 @@ template <typename Traits>
 struct BwdBarriers {
   static constexpr int kStages = Traits::kStages, kDoStages = Traits::kDoStages;
   static constexpr int kDqStages = Traits::kDqStages;
-  uint64_t k_full, v_full, kv_empty;
+  uint64_t k_full, v_full, k_empty, v_empty;
   uint64_t q_full[kStages], q_empty[kStages];
   uint64_t do_full[kDoStages], do_empty[kDoStages];
+  uint64_t ds_full[kStages], ds_empty[kStages];
   uint64_t dq_full[kDqStages], dq_empty[kDqStages];
   uint64_t turn_come, turn_over;  // bwd_wide.cuh: when the consumers may add dQ, and have
   uint64_t tile_full[2], tile_empty[2];
@@ -123,9 +125,11 @@ struct BwdBarriers {
     auto init = [](uint64_t& barrier, int arrivals) {
       mbarrier_init(smem_address(&barrier), arrivals);
     };
-    init(k_full, 1), init(v_full, 1), init(kv_empty, Traits::kConsumers);
+    init(k_full, 1), init(v_full, 1);
+    init(k_empty, Traits::kKvReaders), init(v_empty, Traits::kKvReaders);
     for (int i = 0; i < kStages; ++i) init(q_full[i], 1), init(q_empty[i], kWarps);
     for (int i = 0; i < kDoStages; ++i) init(do_full[i], 1), init(do_empty[i], kWarps);
+    for (int i = 0; i < kStages; ++i) init(ds_full[i], kWarps), init(ds_empty[i], kWarps);
     init(turn_come, 1), init(turn_over, kWarps);
     for (int i = 0; i < kDqStages; ++i) init(dq_full[i], kWarps), init(dq_empty[i], 1);
     for (int i = 0; i < 2; ++i) {

@@ -28,6 +28,7 @@ struct BwdWideTraits {
   static constexpr int kConsumers = kHeadDim == 256 ? 2 : 3;
   static constexpr int kDqStages = 1, kDqThreads = 1;  // who keeps turns: the consumers add dQ
   static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kKvReaders = kConsumers;  // arrivals when K and V may go
   static constexpr int kKBytes = kBlockN * kHeadDim * 2, kVBytes = kBlockN * kHeadDimV * 2;
   static constexpr int kQBytes = kBlockM * kHeadDim * 2, kDoBytes = kBlockM * kHeadDimV * 2;
   static constexpr int kPBytes = kBlockM * kBlockN * 2;      // of P, of dS
@@ -275,7 +276,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& w
                                                                 int member, int slab,
                                                                 const float (&dq)[32]) const {
   const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
-  const int64_t slot = first_q_slot<Traits>(params, work, member) + m;
+  const int64_t slot = q_slot<Traits>(params, work, m, member);
   float* sums = params.rows.dq_sum + slot * (Traits::kBlockM * Traits::kHeadDim) +
                 dq_index<Traits::kBlockM, true>(group * kSlabs + slab, warp, 0, lane, 0);
 #pragma unroll
@@ -289,13 +290,12 @@ template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::differentiate(const BwdWork& work,
                                                                        float (&dk)[kSlabs][kD],
                                                                        float (&dv)[kSlabsV][kD]) {
-  const BlockRange& range = work.range;  // in shared memory, as all of work
-  if (range.min >= range.max) return;
+  if (work.range.min >= work.range.max) return;
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
-  for (int member = 0; member < params.heads_per_kv; ++member) {
-    for (int m = range.max - 1; m >= range.min; --m) step(work, m, member, dk, dv);
+  for (int m = work.range.max - 1; m >= work.range.min; --m) {
+    for (int member = 0; member < params.heads_per_kv; ++member) step(work, m, member, dk, dv);
   }
 }
 
@@ -335,7 +335,8 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
       write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
       if (is_leader()) {
         tma_store_wait_read();
-        mbarrier_arrive(smem_address(&barriers.kv_empty));
+        mbarrier_arrive(smem_address(&barriers.k_empty));
+        mbarrier_arrive(smem_address(&barriers.v_empty));
       }
     }
     __syncwarp();
