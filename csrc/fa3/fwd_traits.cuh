@@ -23,7 +23,7 @@ struct FwdTraits {
   // A first block of which a warp group sees so few keys takes no more work than they need. Other
   // loops than its neighbour's run then: at smaller head dims that loses more than it saves (the
   // instruction cache, it seems).
-  static constexpr int kFewKeys = kModified || kHeadDimV < 192 ? kBlockN : kBlockN > 96 ? 64 : 32;
+  static constexpr int kFewKeys = kHeadDimV == 256 && !kModified ? 32 : kBlockN;
   static constexpr int kConsumers = kBlockM / 64;  // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
