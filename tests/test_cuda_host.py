@@ -142,9 +142,10 @@ def test_plans_of_fa3():
         assert why_not("fa3", halves()).endswith(f"fa3: {not_built('fa3')}")
         return
     plan = flash_ext.plan(*halves(), device="sm_90", version="fa3")
-    assert plan.tile == (128, 128) and plan.grid == 128 and plan.workspace_bytes == 0
+    assert plan.tile == (128, 128) and plan.grid == 128 and plan.workspace_bytes == 0 and plan.launches == 1
     plan = flash_ext.plan(*halves(head_dim=64, seqlen=8192), device="sm_90", causal=True, version="fa3")
     assert plan.tile == (192, 128) and plan.grid == 132 and plan.workspace_bytes > 0, "a counter of tiles"
+    assert plan.launches == 2, "the counter is cleared first"
     plan = flash_ext.plan(*halves(head_dim=64, seqlen=8192), device="sm_90", version="fa3")
     assert plan.workspace_bytes > 0, "the last tile of a head is short"
     plan = flash_ext.plan(*halves(head_dim=96), device="sm_90", version="fa3")

@@ -13,7 +13,7 @@ class Mutant(NamedTuple):
 
     @property
     def backend(self) -> str:
-        if self.file == SOFTMAX:
+        if self.file in (SOFTMAX, EARLY):
             return "fa3"
         if self.file.startswith("fa"):
             return self.file[:3]
@@ -47,12 +47,13 @@ GUARDS = "test_gpu_memory.py::test_guard_bands"
 ISOLATION = "test_gpu_memory.py::test_a_sequence_never_depends_on_others"
 FAR = "test_gpu_memory.py::test_strides_beyond_2_31_elements"
 STREAM = "test_gpu_streams.py::test_it_runs_on_the_current_stream"
+CHAIN = "test_gpu_streams.py::test_calls_wait_for_those_before"
 
 MODIFIED = "test_gpu_rule.py::test_modified_scores"
 
 FWD, TILE, STEP = "fa2/fwd.cuh", "fa2/smem_tile.cuh", "device/warp_rows.cuh"
 KEYS, SHARE = "fa2/fwd_load.cuh", "fa2/fwd_share.cuh"
-FWD3, LOAD3 = "fa3/fwd.cuh", "fa3/fwd_load.cuh"
+FWD3, LOAD3, EARLY = "fa3/fwd.cuh", "fa3/fwd_load.cuh", "device/early_launch.cuh"
 VISIBLE, WORK = "device/visible.cuh", "device/mask.cuh"
 SOFTMAX, LAZY, MODIFY = "device/softmax.cuh", "device/lazy_softmax.cuh", "device/modify.cuh"
 
@@ -106,7 +107,7 @@ MUTANTS = [
         ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
         ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
         ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
-        ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    issue_pv", "    issue_pv", True),
+        ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    if", "    if", True),
         ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", "", True),
         (
             "fa3: K freed before S is there",
@@ -129,7 +130,22 @@ MUTANTS = [
             "params.k, batch, work.k_row, length + 1,",
         ),
         ("fa3: keys of another group's rows", MASK, LOAD3, "+ 64 * group,", "+ 64 * (group ^ 1),"),
-        ("fa3: launched on the default stream", STREAM, FWD3, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
+        (
+            "fa3: values of a short block left out",
+            NEEDLE,
+            FWD3,
+            "issue_pv<kFirstKeys>(o, p, false);",
+            "issue_pv<16>(o, p, false);",
+        ),
+        (
+            "fa3: keys of a short block left out",
+            NEEDLE,
+            FWD3,
+            "work.first_keys[group] <= Traits::kFewKeys",
+            "work.first_keys[group] <= Traits::kFewKeys + 32",
+        ),
+        ("fa3: no wait for the kernel before", CHAIN, EARLY, 'asm volatile("griddepcontrol.wait;"', "//"),
+        ("fa3: launched on the default stream", STREAM, EARLY, "config.stream = stream;", ""),
         ("two V columns swapped", NEEDLE, FWD, "(o[0] * weight, o[1]", "(o[1] * weight, o[0]"),
         ("kv head h, not h / group", NEEDLE, FWD, "work.head / params.heads_per_kv", "work.head"),
         ("a row past the end is read", ISOLATION, TILE, "c < dim && r < end", "c < dim && r <= end"),

@@ -107,7 +107,7 @@ Status plan(const Problem* problem, Plan* plan) {
     plan->workspace_bytes = sizeof(uint32_t);
   plan->smem = instance.smem_bytes();
   plan->stages = instance.stages;
-  plan->launches = plan->grid > 0;
+  plan->launches = plan->grid == 0 ? 0 : 1 + (plan->workspace_bytes > 0);
   snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
            instance.head_dim, problem->head_dim, problem->head_dim_v);
   return ok_status();
@@ -150,12 +150,7 @@ Status fwd(const Problem* problem, const FwdTensors* tensors, const Call* call) 
   const DeviceGuard guard(problem->device.ordinal);
   FwdParams params{};
   const auto stream = static_cast<cudaStream_t>(call->stream);
-  if (planned.workspace_bytes > 0) {
-    params.next_tile = static_cast<uint32_t*>(call->workspace);
-    const Status cleared = cuda_status(
-        cudaMemsetAsync(call->workspace, 0, sizeof(uint32_t), stream), "the tile counter");
-    if (!cleared.ok()) return cleared;
-  }
+  if (planned.workspace_bytes > 0) params.next_tile = static_cast<uint32_t*>(call->workspace);
   const Status status = make_params(*problem, *tensors, instance, &params);
   if (!status.ok()) return status;
   return cuda_status(instance.launch(params, planned.grid, stream), "the forward kernel");

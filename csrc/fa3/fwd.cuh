@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/early_launch.cuh"
 #include "device/mbarrier.cuh"
 #include "device/ptx.cuh"
 #include "device/softmax.cuh"
@@ -67,8 +68,9 @@ struct Consumer {
     return work.m_block * Traits::kBlockM + group * 64 + warp * 16 + lane / 4;
   }
 
-  // Issues S = Q K^T; complete after a wgmma_wait.
-  __device__ __forceinline__ void issue_qk(float (&s)[kS]) const {
+  // Issues S = Q K^T for a block's first 2 kCount keys; complete after a wgmma_wait.
+  template <int kCount>
+  __device__ __forceinline__ void issue_qk(float (&s)[kCount]) const {
     const uint64_t q = descriptor_k_major(smem.q + QRing(tile).stage * Traits::kQBytes +
                                           group * 64 * kSlabRowBytes),
                    k = descriptor_k_major(smem.k + Ring(block).stage * Traits::kKBytes);
@@ -83,7 +85,9 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Issues O += P V, or O = P V of a tile's first block: zeroing O is not allowed while MMAs run.
+  // Issues O += P V for a block's first kKeys keys, or O = P V of a tile's first block: zeroing O
+  // is not allowed while MMAs run.
+  template <int kKeys>
   __device__ __forceinline__ void issue_pv(float (&o)[kO], const uint32_t (&p)[kS / 8][4],
                                            bool accumulate) const {
     const uint64_t v = descriptor_mn_major(smem.v + Ring(block - 1).stage * Traits::kVBytes,
@@ -91,28 +95,36 @@ struct Consumer {
     wgmma_own(o);
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < Traits::kBlockN / 16; ++n) {
+    for (int n = 0; n < kKeys / 16; ++n) {
       wgmma_registers<Element>(o, p[n], advance(v, n * 16 * kSlabRowBytes), accumulate || n > 0);
     }
     wgmma_commit();
   }
 
-  static __device__ __forceinline__ void round_p(uint32_t (&p)[kS / 8][4], const float (&s)[kS]) {
+  // Rounds the probabilities of a block's first 2 kCount keys; those of the others are 0.
+  template <int kCount>
+  static __device__ __forceinline__ void round_p(uint32_t (&p)[kS / 8][4],
+                                                 const float (&s)[kCount]) {
 #pragma unroll
     for (int n = 0; n < kS / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = pack<Element>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+      for (int i = 0; i < 4; ++i) {
+        const int at = 8 * n + 2 * i;
+        p[n][i] = at < kCount ? pack<Element>(s[at], s[at + 1]) : 0;
+      }
     }
   }
 
-  __device__ __forceinline__ void mask(float (&s)[kS], const volatile Work& work, int n) const {
+  template <int kCount>
+  __device__ __forceinline__ void mask(float (&s)[kCount], const volatile Work& work, int n) const {
     const volatile Visible& v = work.visible;
     const Visible visible{v.seqlen_k, v.offset, v.window_left, v.window_right};
     apply_mask(s, visible, first_row(work), n * Traits::kBlockN);
   }
 
   // Q K^T of block n becomes modified scores.
-  __device__ __forceinline__ void modify(float (&s)[kS], const volatile TileWork& work,
+  template <int kCount>
+  __device__ __forceinline__ void modify(float (&s)[kCount], const volatile TileWork& work,
                                          int n) const {
     if constexpr (Traits::kModified) {
       const Visible visible{0, work.visible.offset, 0, 0};
@@ -120,12 +132,13 @@ struct Consumer {
     }
   }
   // Some probabilities of block n are dropped.
-  __device__ __forceinline__ void drop_some(float (&s)[kS], const volatile TileWork& work,
+  template <int kCount>
+  __device__ __forceinline__ void drop_some(float (&s)[kCount], const volatile TileWork& work,
                                             int n) const {
     if constexpr (Traits::kModified) {
       if (modifier(work).drop_below == 0) return;
 #pragma unroll
-      for (int k = 0; k < Traits::kBlockN / 16; ++k)
+      for (int k = 0; k < kCount / 8; ++k)
         drop(s + 8 * k, modifier(work), first_row(work), n * Traits::kBlockN + 16 * k);
     }
   }
@@ -145,18 +158,23 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run();
+  template <int kFirstKeys>
   __device__ __forceinline__ void attend(const volatile TileWork& work, Softmax& softmax,
                                          float (&o)[kO]);
   __device__ __forceinline__ void write(const volatile TileWork& work, Softmax& softmax,
                                         const float (&o)[kO]);
 };
 
-// O and the softmax state of this warp group's rows over all its blocks, last block first.
+// O and the softmax state of this warp group's rows over all its blocks, last block first. Of that
+// one only the first kFirstKeys keys are looked at: no row sees the others.
 template <typename Traits>
+template <int kFirstKeys>
 __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork& work,
                                                          Softmax& softmax, float (&o)[kO]) {
   const volatile BlockRange& range = work.groups[group];
+  constexpr bool kFirstIsShort = kFirstKeys < Traits::kBlockN;
   float s[kS];
+  auto& first = reinterpret_cast<float (&)[kFirstKeys / 2]>(s);
   uint32_t p[kS / 8][4];
   float rescale[2];
 
@@ -174,17 +192,17 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
 
   wait_k();
   wait_turn();
-  issue_qk(s);
+  issue_qk(first);
   pass_turn();
   wgmma_wait<0>();
-  wgmma_own(s);
+  wgmma_own(first);
   release(barriers.k_empty[Ring(block).stage]);
   ++block;
-  modify(s, work, n);
-  if (n >= range.full_max || n < range.full_min) mask(s, work, n);
-  softmax.step(s, params.score_scale_log2, rescale);
-  drop_some(s, work, n);
-  round_p(p, s);
+  modify(first, work, n);
+  if (n >= range.full_max || n < range.full_min) mask(first, work, n);
+  softmax.step(first, params.score_scale_log2, rescale);
+  drop_some(first, work, n);
+  round_p(p, first);
 
   // Block n's scores and block n + 1's values, side by side.
   bool accumulate = false;
@@ -193,7 +211,11 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     wait_turn();
     issue_qk(s);
     wait_v(block - 1);
-    issue_pv(o, p, accumulate);
+    if (kFirstIsShort && decltype(masked)::value && !accumulate) {
+      issue_pv<kFirstKeys>(o, p, false);
+    } else {
+      issue_pv<Traits::kBlockN>(o, p, accumulate);
+    }
     accumulate = true;
     pass_turn();
     wgmma_wait<1>();  // S is there, O += P V still runs
@@ -212,14 +234,16 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_rows(o, rescale);
   };
   --n;
-  for (const int last = max(range.min, range.full_max); n >= last; --n) step(n, std::true_type{});
+  // The values of a short block are a masked step's: other steps have no branch between their MMAs.
+  const int last_masked = kFirstIsShort ? min(n, range.full_max) : range.full_max;
+  for (const int last = max(range.min, last_masked); n >= last; --n) step(n, std::true_type{});
   for (const int last = max(range.min, range.full_min); n >= last; --n) step(n, std::false_type{});
   for (const int last = range.min; n >= last; --n) step(n, std::true_type{});
 
   release(barriers.q_empty[QRing(tile).stage]);  // the last scores are computed
   wait_v(block - 1);
   wait_turn();
-  issue_pv(o, p, accumulate);
+  issue_pv<Traits::kBlockN>(o, p, accumulate);
   pass_turn();
   wgmma_wait<0>();
   wgmma_own(o);
@@ -243,6 +267,8 @@ __device__ __forceinline__ void Consumer<Traits>::write(const volatile TileWork&
     const bool seen = i < used_rows && softmax.sum[half] > 0.f;
     const float kept_scale = Traits::kModified ? modifier(work).kept_scale : 1.f;
     const float inverse = __fdividef(kept_scale, softmax.sum[half]);
+    // By every lane and without a branch: the logarithm's latency passes beside the shuffles.
+    const float row_lse = seen ? softmax.lse(half, params.score_scale) : -INFINITY;
     // A lane holds two columns of each group of eight; four groups later it holds one group whole.
     constexpr int kGroups = Traits::kHeadDimV / 32;
     uint32_t r[kGroups][4];
@@ -259,8 +285,7 @@ __device__ __forceinline__ void Consumer<Traits>::write(const volatile TileWork&
     for (int j = 0; j < kGroups; ++j) {
       if (i < rows && 32 * j + 8 * quad_lane < params.head_dim_v) st_global_16(out + 32 * j, r[j]);
     }
-    if (quad_lane == 0 && i < rows)
-      lse[8 * half] = seen ? softmax.lse(half, params.score_scale) : -INFINITY;
+    if (quad_lane == 0 && i < rows) lse[8 * half] = row_lse;
     out += 8 * params.out_stride.row;
   }
 }
@@ -277,7 +302,11 @@ __device__ __forceinline__ void Consumer<Traits>::run() {
     Softmax softmax;
     softmax.start(params.sinks != nullptr,
                   params.sinks ? params.sinks[work.head] / params.score_scale : 0.f);
-    attend(work, softmax, o);
+    if (Traits::kFewKeys < Traits::kBlockN && work.first_keys[group] <= Traits::kFewKeys) {
+      attend<Traits::kFewKeys>(work, softmax, o);
+    } else {
+      attend<Traits::kBlockN>(work, softmax, o);
+    }
     write(work, softmax, o);
     __syncwarp();
     release(slot.empty);
@@ -313,6 +342,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(params.v);
   }
   __syncthreads();
+  let_next_kernel_start();
+  wait_for_kernel_before();
 
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // 0: the producer
   if (role == 0) {
@@ -337,8 +368,11 @@ cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t strea
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream>>>(params);
-  return cudaGetLastError();
+  if (params.next_tile) {
+    const cudaError_t cleared = launch_early(&clear_kernel, 1, 1, 0, stream, params.next_tile);
+    if (cleared != cudaSuccess) return cleared;
+  }
+  return launch_early(kernel, grid, Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
 }  // namespace flash_ext::fa3

@@ -36,6 +36,7 @@ __device__ __forceinline__ void next_work(const FwdParams& params, uint32_t& til
       if (begin < end) range = block_range<Traits::kBlockN>(work.visible, begin, end);
       if (range.min >= range.max) range.min = range.max = work.range.min;
       work.groups[group] = range;
+      work.first_keys[group] = work.visible.end(end - 1) - (range.max - 1) * Traits::kBlockN;
     }
     if constexpr (Traits::kModified) {
       if (work.sequence >= 0) work.modifier = make_modifier(params, work);

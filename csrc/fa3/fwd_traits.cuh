@@ -20,7 +20,11 @@ struct FwdTraits {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_, kQStages = kQStages_;  // buffers of K and V, and of Q
   static constexpr bool kModified = kModified_;                   // softcap, ALiBi, dropout
-  static constexpr int kConsumers = kBlockM / 64;                 // warp groups
+  // A first block of which a warp group sees so few keys takes no more work than they need. Other
+  // loops than its neighbour's run then: at smaller head dims that loses more than it saves (the
+  // instruction cache, it seems).
+  static constexpr int kFewKeys = kHeadDimV == 256 && !kModified ? 32 : kBlockN;
+  static constexpr int kConsumers = kBlockM / 64;  // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
   static constexpr int kQBytes = kBlockM * kSlabs * kSlabRowBytes;
@@ -55,6 +59,7 @@ struct TileWork : Work {
   TmaCoordinates q_at, k_at, v_at;  // of its first query, and of the sequence's first key
   int64_t out_offset;               // of the sequence's first row, in elements
   BlockRange groups[3];
+  int first_keys[3];  // how far into its first block a group's rows see
   Modifier modifier;  // modified scores only
 };
 

@@ -38,6 +38,25 @@ def test_it_runs_on_the_current_stream(kernel):
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
+def test_calls_wait_for_those_before(kernel):
+    """A chain of calls without a pause: each one's values are what the one before it wrote."""
+    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=2048, seqlen_k=2048, nheads=4, nheads_k=4)
+
+    def chain(pause) -> torch.Tensor:
+        values = v
+        for _ in range(6):
+            values, _ = kernel.forward(q, k, values, causal=True)
+            pause()
+        return values
+
+    poison = torch.full((2**26,), torch.nan, device=bed.DEVICE)  # the caching allocator hands it on
+    del poison
+    got = chain(lambda: None)
+    torch.cuda.synchronize()
+    assert torch.equal(got, chain(torch.cuda.synchronize))
+
+
+@pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_beside_a_busy_stream(kernel):
     tensors = bed.qkv(kernel, seqlen_q=700, seqlen_k=500)
     want = kernel.forward(*tensors)
