@@ -164,8 +164,9 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   if constexpr (Traits::kModified) {
     wait_dp();
     const TilePlace at{m * Traits::kBlockM, key, work.seen_by.visible().offset};
-    kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int i) {
-      return ld_shared_float(smem.delta + my_columns + i / 4 * 32 + i % 2 * 4);
+    kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int j) {
+      const float2 delta = ld_shared_floats(smem.delta + my_columns + j * 32);
+      return make_float4(delta.x, delta.y, delta.x, delta.y);
     });
   }
   if (m < work.range.full_min || m >= work.range.full_max)
