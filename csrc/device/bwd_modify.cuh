@@ -14,8 +14,8 @@ struct TilePlace {
 };
 
 // s, a product of Q and K, becomes the score that the softmax saw; dp becomes what is left of dS =
-// P dp. delta(i): of the query of element i. Returns a bit for every element: whether its
-// probability was kept.
+// P dp. delta(j): of the queries of elements 4 j to 4 j + 3. Returns a bit for every element:
+// whether its probability was kept.
 template <bool kTransposed, typename Lanes = MmaLanes, int kCount, typename Delta>
 __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (&dp)[kCount],
                                                      const Modifier& m, TilePlace at, Delta delta) {
