@@ -168,8 +168,8 @@ __device__ __forceinline__ bool is_dropped(const PhiloxWords& words, int element
   return (element % 2 ? word : word << 16) < m.drop_below;
 }
 
-// Dropped ones of this lane's 8 probabilities of the block that holds query i and key j become 0, by
-// a product: the units that select are the busy ones.
+// Dropped ones of this lane's 8 probabilities of the block that holds query i and key j become 0,
+// by a product: the units that select are the busy ones.
 template <typename Lanes = MmaLanes>
 __device__ __forceinline__ void drop(float* p, const Modifier& m, int i, int j) {
   const PhiloxWords words = dropout_words<false, Lanes>(m, i, j);
