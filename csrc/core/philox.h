@@ -17,15 +17,24 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
+// The upper half of a product. On a GPU not from 64 bits: the compiler would add zeros to it.
+FLASH_EXT_HOST_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return __umulhi(a, b);
+#else
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+#endif
+}
+
 FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32_7(uint64_t key, PhiloxWords counter) {
   uint32_t key_0 = static_cast<uint32_t>(key), key_1 = static_cast<uint32_t>(key >> 32);
   uint32_t x = counter.word[0], y = counter.word[1], z = counter.word[2], w = counter.word[3];
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product_0 = uint64_t{0xD2511F53} * x, product_1 = uint64_t{0xCD9E8D57} * z;
-    x = static_cast<uint32_t>(product_1 >> 32) ^ y ^ key_0;
-    z = static_cast<uint32_t>(product_0 >> 32) ^ w ^ key_1;
-    y = static_cast<uint32_t>(product_1);
-    w = static_cast<uint32_t>(product_0);
+    constexpr uint32_t kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;
+    const uint32_t high_0 = multiply_high(kFactor0, x), low_0 = kFactor0 * x;
+    const uint32_t high_1 = multiply_high(kFactor1, z), low_1 = kFactor1 * z;
+    x = high_1 ^ y ^ key_0, y = low_1;
+    z = high_0 ^ w ^ key_1, w = low_0;
     key_0 += 0x9E3779B9;
     key_1 += 0xBB67AE85;
   }

@@ -14,8 +14,8 @@ struct TilePlace {
 };
 
 // s, a product of Q and K, becomes the score that the softmax saw; dp becomes what is left of dS =
-// P dp. delta(i): of the query of element i. Returns a bit for every element: whether its
-// probability was kept.
+// P dp. delta(j): of the queries of elements 4 j to 4 j + 3. Returns a bit for every element:
+// whether its probability was kept.
 template <bool kTransposed, typename Lanes = MmaLanes, int kCount, typename Delta>
 __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (&dp)[kCount],
                                                      const Modifier& m, TilePlace at, Delta delta) {
@@ -36,19 +36,15 @@ __device__ __forceinline__ uint64_t modify_gradients(float (&s)[kCount], float (
     }
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) dp[i] -= delta(i);
+  for (int i = 0; i < kCount; i += 4) {
+    const float4 d = delta(i / 4);
+    dp[i] -= d.x, dp[i + 1] -= d.y, dp[i + 2] -= d.z, dp[i + 3] -= d.w;
+  }
+  cap_scores(s, m);
   if (m.cap > 0.f) {
-    const float cap = m.cap, scale = m.scale_by_cap;
+    const float inverse_cap = 1.f / m.cap;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float t = tanh_accurate(s[i] * scale);
-      s[i] = cap * t;
-      dp[i] *= fmaf(-t, t, 1.f);
-    }
-  } else {
-    const float scale = m.scale;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] *= scale;
+    for (int i = 0; i < kCount; ++i) dp[i] *= cap_derivative(s[i], inverse_cap);
   }
   const int lane = threadIdx.x % 32, row = Lanes::row(lane), column = 2 * Lanes::column_pair(lane);
   const int distance = at.query + at.offset - at.key;
@@ -61,7 +57,7 @@ template <int kCount>
 __device__ __forceinline__ void drop(float (&p)[kCount], uint64_t kept) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (!(kept >> i & 1)) p[i] = 0.f;
+    if (!(kept >> i & 1)) p[i] *= 0.f;
   }
 }
 

@@ -55,23 +55,39 @@ __device__ __forceinline__ Modifier make_modifier(const Params& params, const Wo
 
 // ---- softcap ----------------------------------------------------------------------------------
 
-// Within 4 ulp. Above 1/2 by 1 - 2 / (e^2x + 1); below, where that cancels, by an odd polynomial
-// (minimax in the relative error, 2^-26).
-__device__ __forceinline__ float tanh_accurate(float x) {
+// tanh x = x + x x^2 p(x^2) up to |x| = kTanhSmall: minimax in the relative error, 2^-25.
+constexpr float kTanhSmall = 0.75f;
+__device__ __forceinline__ float tanh_small(float x) {
   const float y = x * x;
   const float p =
-      fmaf(fmaf(fmaf(0.017241482f, y, -0.053045489f), y, 0.13325879f), y, -0.33333144f) * y;
-  const float by_exp = fmaf(-2.f, reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f), 1.f);
-  return fabsf(x) < 0.5f ? fmaf(p, x, x) : by_exp;
+      fmaf(fmaf(fmaf(fmaf(-0.00476948929f, y, 0.0196649123f), y, -0.053390258f), y, 0.133265212f),
+           y, -0.333330684f);
+  return fmaf(p * y, x, x);
 }
 
-// Q K^T becomes scaled scores, capped if there is a cap.
+// Within 4 ulp. Beyond the polynomial's range by 1 - 2 / (e^2x + 1), which cancels below it.
+__device__ __forceinline__ float tanh_accurate(float x) {
+  const float by_exp = fmaf(-2.f, reciprocal_approx(exp2_approx(2.f * kLog2e * x) + 1.f), 1.f);
+  return fabsf(x) < kTanhSmall ? tanh_small(x) : by_exp;
+}
+
+// Q K^T becomes scaled scores, capped if there is a cap. Scores are mostly small beside a cap: when
+// all of a warp's are, cap tanh(scale s / cap) is a polynomial in s, without the two special
+// functions that an element else takes beside its exponential.
 template <int kCount>
 __device__ __forceinline__ void cap_scores(float (&s)[kCount], const Modifier& m) {
   if (m.cap > 0.f) {
     const float cap = m.cap, scale = m.scale_by_cap;
+    float most = 0.f;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate(s[i] * scale);
+    for (int i = 0; i < kCount; ++i) most = fmaxf(most, fabsf(s[i]));
+    if (__all_sync(0xffffffffu, most * scale < kTanhSmall)) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_small(s[i] * scale);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate(s[i] * scale);
+    }
   } else {
     const float scale = m.scale;
 #pragma unroll
@@ -152,13 +168,14 @@ __device__ __forceinline__ bool is_dropped(const PhiloxWords& words, int element
   return (element % 2 ? word : word << 16) < m.drop_below;
 }
 
-// Dropped ones of this lane's 8 probabilities of the block that holds query i and key j become 0.
+// Dropped ones of this lane's 8 probabilities of the block that holds query i and key j become 0,
+// by a product: the units that select are the busy ones.
 template <typename Lanes = MmaLanes>
 __device__ __forceinline__ void drop(float* p, const Modifier& m, int i, int j) {
   const PhiloxWords words = dropout_words<false, Lanes>(m, i, j);
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    if (is_dropped(words, e, m)) p[e] = 0.f;
+    if (is_dropped(words, e, m)) p[e] *= 0.f;
   }
 }
 

@@ -151,7 +151,7 @@ __device__ __forceinline__ void modify_scores(KeyScores<Traits>& s, KeyScores<Tr
   for (int m = 0; m < Traits::kTiles; ++m) {
     kept[m] = static_cast<uint32_t>(modify_gradients<true, VoltaLanes>(
         s[m], dp[m], modifier, {at.query, at.key + 16 * m, at.offset},
-        [&](int i) { return i % 2 ? d[i / 4].y : d[i / 4].x; }));
+        [&](int j) { return make_float4(d[j].x, d[j].y, d[j].x, d[j].y); }));
   }
 }
 

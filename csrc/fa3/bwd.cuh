@@ -83,8 +83,7 @@ struct BwdConsumer {
   __device__ __forceinline__ void issue_dq(float (&c)[kDq], uint32_t of) const {
     const uint32_t ds = smem.ds + of % Traits::kStages * Traits::kDsBytes +
                         (Traits::kSplitRows ? group * kSlabN : 0);
-    const int column = Traits::kSplitRows ? 0 : group * Traits::kDqColumns;
-    const uint32_t k = smem.k + column / 64 * kSlabN + column % 64 * 2;
+    const uint32_t k = smem.k + (Traits::kSplitRows ? 0 : group * (kDq / 32) * kSlabN);
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
                    b_first = descriptor_mn_major(afresh(k), kSlabN);
     // Both halves of dS are written.
@@ -164,8 +163,9 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   if constexpr (Traits::kModified) {
     wait_dp();
     const TilePlace at{m * Traits::kBlockM, key, work.seen_by.visible().offset};
-    kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int i) {
-      return ld_shared_float(smem.delta + my_columns + i / 4 * 32 + i % 2 * 4);
+    kept = modify_gradients<true>(s, dp, modifier_of(work, member, slope), at, [&](int j) {
+      const float2 delta = ld_shared_floats(smem.delta + my_columns + j * 32);
+      return make_float4(delta.x, delta.y, delta.x, delta.y);
     });
   }
   if (m < work.range.full_min || m >= work.range.full_max)
@@ -229,9 +229,9 @@ __device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[
   const uint32_t tile = smem.dq + dq_stage * Traits::kDqBytes;
 #pragma unroll
   for (int j = 0; j < kDq / 4; ++j) {
-    const int columns = j + (Traits::kSplitRows ? 0 : group * (kDq / 4));  // eights of them
+    const int slab = j / 8 + (Traits::kSplitRows ? 0 : group * (kDq / 32));
     const int row_block = warp + (Traits::kSplitRows ? 4 * group : 0);
-    const int at = dq_index<Traits::kBlockM, true>(columns / 8, row_block, columns % 8, lane, 0);
+    const int at = dq_index<Traits::kBlockM, true>(slab, row_block, j % 8, lane, 0);
     st_shared_floats(tile + at * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
   async_proxy_fence();

@@ -41,6 +41,7 @@ struct BwdTraits {
   static_assert(kBlockN == 64 * kConsumers, "a warp group owns 64 keys");
   static_assert(kBlockM == 64 || kBlockM == 128, "dQ is halved by rows or by columns");
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "gradients leave 16 columns at a time");
+  static_assert(kSplitRows || kSlabs % 2 == 0, "half of dQ is a number of slabs");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
 

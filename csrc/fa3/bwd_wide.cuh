@@ -212,8 +212,9 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdW
   uint64_t kept = 0;
   if constexpr (Traits::kModified) {
     const TilePlace at{m * Traits::kBlockM + row - lane / 4, key, work.seen_by.visible().offset};
-    kept = modify_gradients<false>(s, dp, modifier_of(work, member, slope), at,
-                                   [&](int i) { return delta[i / 2 % 2]; });
+    kept = modify_gradients<false>(s, dp, modifier_of(work, member, slope), at, [&](int) {
+      return make_float4(delta[0], delta[0], delta[1], delta[1]);
+    });
   }
   if (m < work.range.full_min || m >= work.range.full_max)
     apply_mask(s, work.seen_by.visible(), m * Traits::kBlockM + row, key);
