@@ -22,8 +22,9 @@ struct BwdCut {
   static constexpr int kKeyWarps = kBlockN / 32;
   static constexpr int kWarps = kKeyWarps * kSharers, kThreads = 32 * kWarps;
   static constexpr int kCtasPerSm = kWarps == 4 ? 2 : 1;  // each may then take 255 registers
-  // Queries of S^T that a warp has in registers at once; modified scores need some of them.
-  static constexpr int kMostM = kModified ? 16 : 32;
+  // Queries of S^T that a warp has in registers at once; modified scores need some of them, and a
+  // block of 32 queries is made in two steps where a warp has it for itself.
+  static constexpr int kMostM = kModified || kBlockM <= 32 ? 16 : 32;
   static constexpr int kStepM = kBlockM / kSharers < kMostM ? kBlockM / kSharers : kMostM;
   static constexpr int kSteps = kBlockM / (kSharers * kStepM);
   static constexpr int kColumnBlocks = kHeadDim / 16 / kSharers;  // of dK and dV, of one warp
