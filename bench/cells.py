@@ -150,6 +150,13 @@ def _paper() -> Grid:
     return Grid(cells, ("fa3", "fa2", "fa1", "sdpa_flash", "cudnn", "fa3_upstream"))
 
 
+def _generations() -> Grid:
+    """All generations on one card, in float16, which each of them has; 16k tokens and 2048 hidden units."""
+    kinds = product(("fwd", "bwd"), (64, 128), (False, True), (1024, 2048, 4096, 8192))
+    cells = [_square(pass_, "float16", 16384 // n, n, 2048 // d, d, causal) for pass_, d, causal, n in kinds]
+    return Grid(cells, ("fa3", "fa2", "fa1", "sdpa_flash", "sdpa_efficient"))
+
+
 def _options() -> Grid:
     """What each option costs, as a share of the TFLOPS of the plain problem; and shapes that paper lacks."""
     beside, others = {}, []
@@ -202,4 +209,4 @@ def _smoke() -> Grid:
     return Grid([*cells, *beside], ("cpu", "fa1", "fa2", "fa3", *peers), beside=beside)
 
 
-GRIDS = {"cpu": _cpu, "options": _options, "paper": _paper, "smoke": _smoke}
+GRIDS = {"cpu": _cpu, "generations": _generations, "options": _options, "paper": _paper, "smoke": _smoke}
