@@ -4,8 +4,9 @@ python tools/kernel_report.py [build folder]
 
 Reads what ptxas said of each object (setup.py keeps it as OBJECT.log) and, with cuobjdump, its instructions.
 Exit code 1 when ptxas warned that it serialised or slowed a kernel (C75xx), when a kernel spills (one of
-modified scores, "modified" in its instance's name, may spill up to 64 bytes), when a generation's kernel
-lacks the instructions that make it one, or when an instance took too long or too much memory to compile.
+modified scores, "modified" in its instance's name, and one of fa1 on 9.0 may spill up to 64 bytes), when a
+generation's kernel lacks the instructions that make it one, or when an instance took too long or too much
+memory to compile.
 """
 
 import os
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-MODIFIED_SPILL = 64
+MOST_SPILL = 64
 MOST_SECONDS, MOST_GIBIBYTES = 20, 1.0  # of the CPU, to compile an instance
 SHOWN = ("HGMMA", "HMMA", "MUFU", "UTMALDG", "LDGSTS", "LDSM")
 # What a main kernel of a generation cannot be without.
@@ -54,8 +55,10 @@ def read_log(instance: str, text: str) -> list[Kernel]:
 def faults(instance: str, text: str) -> list[str]:
     """One sentence for each broken rule in what ptxas and the build said."""
     found = [f"{instance}: {line.strip()}" for line in text.splitlines() if re.search(r"\bC75\d\d\b", line)]
-    allowed = MODIFIED_SPILL if "modified" in instance.lower() else 0
     for kernel in read_log(instance, text):
+        # What fa1 has for 9.0 is its code for 7.5, for tests and comparisons: it is cut for 7.5's registers.
+        elsewhere = instance.startswith("fa1/") and kernel.arch == "sm_90"
+        allowed = MOST_SPILL if "modified" in instance.lower() or elsewhere else 0
         if (spilled := max(kernel.spill_stores, kernel.spill_loads, kernel.stack)) > allowed:
             found.append(
                 f"{instance} on {kernel.arch}: {spilled} bytes of spills or stack, at most {allowed}"
