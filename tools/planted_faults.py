@@ -25,7 +25,7 @@ class Mutant(NamedTuple):
     def wider(self) -> tuple[str, ...]:
         """Buckets beside 64, for code that runs only there."""
         shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
-        return (shared | {WIDE: ("256",), FA2_BWD: ("128",)}).get(self.file, ())
+        return (shared | {WIDE: ("256",), LOAD3: ("256",), FA2_BWD: ("128",)}).get(self.file, ())
 
     def needs(self, instance: str) -> bool:
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
@@ -131,18 +131,11 @@ MUTANTS = [
         ),
         ("fa3: keys of another group's rows", MASK, LOAD3, "+ 64 * group,", "+ 64 * (group ^ 1),"),
         (
-            "fa3: values of a short block left out",
-            NEEDLE,
-            FWD3,
-            "issue_pv<kFirstKeys>(o, p, false);",
-            "issue_pv<16>(o, p, false);",
-        ),
-        (
             "fa3: keys of a short block left out",
             NEEDLE,
-            FWD3,
-            "work.first_keys[group] <= Traits::kFewKeys",
-            "work.first_keys[group] <= Traits::kFewKeys + 32",
+            LOAD3,
+            "work.visible.end(end - 1) - (range.max",
+            "work.visible.end(end - 1) - 16 - (range.max",
         ),
         ("fa3: no wait for the kernel before", CHAIN, EARLY, 'asm volatile("griddepcontrol.wait;"', "//"),
         ("fa3: launched on the default stream", STREAM, EARLY, "config.stream = stream;", ""),
