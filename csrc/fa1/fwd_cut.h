@@ -19,7 +19,7 @@ struct FwdCut {
   static constexpr int kNTiles = kStepN / 8;
   static constexpr int kKVBytes = kBlockN * kRowBytes;  // of K, and of V
   // Where O leaves no registers for all of Q, its last columns lie in shared memory.
-  static constexpr int kHeldChunks = kHeadDim > 192 ? 16 : kChunks;
+  static constexpr int kHeldChunks = kHeadDim > 192 ? (kModified ? 12 : 16) : kChunks;
   static constexpr int kQBytes = kBlockM * (kChunks - kHeldChunks) * 16;
   static constexpr int kSmemBytes = 2 * kKVBytes + kQBytes;
   static constexpr int kBlocksPerSM = kHeadDim > 96 ? 1 : 2;
