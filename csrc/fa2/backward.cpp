@@ -21,6 +21,7 @@ constexpr BwdInstance make_instance() {
 #define INSTANCE_bwd(...) make_instance<__VA_ARGS__>(),
 constexpr BwdInstance kInstances[] = {
 #include "fa2/instances.inc"
+    {},  // a build of some kernels may have no other
 };
 #undef INSTANCE
 
