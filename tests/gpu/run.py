@@ -7,6 +7,7 @@ Each process takes every N-th test (`--part` of conftest.py). The exit code is t
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,15 +29,20 @@ def main() -> int:
         output = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         parts.append((process, output))
-    worst = 0
-    for part, (process, output) in enumerate(parts):
-        code = process.wait()
-        output.seek(0)
-        lines = output.read().splitlines()
-        # Of a part that passed, the summary: what stands behind the dots.
-        shown = lines if code else [line for line in lines if " passed" in line or "held against" in line]
-        print(f"---- part {part} of {options.j}", *shown, sep="\n", flush=True)
-        worst = max(worst, abs(code))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    codes = []
+    try:
+        codes += (process.wait() for process, _ in parts)
+    finally:  # also when somebody ends it early: what they have said so far
+        for part, (process, output) in enumerate(parts):
+            process.kill()
+            code = process.wait()
+            output.seek(0)
+            lines = output.read().splitlines()
+            # Of a part that passed, the summary: what stands behind the dots.
+            shown = lines if code else [line for line in lines if " passed" in line or "held against" in line]
+            print(f"---- part {part} of {options.j}", *shown, sep="\n", flush=True)
+    worst = max(map(abs, codes))
     print(f"---- {'passed' if not worst else 'FAILED'} in {time.monotonic() - start:.0f} s")
     return worst
 
