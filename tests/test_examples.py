@@ -4,9 +4,14 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 import flash_ext
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+if not EXAMPLES.exists():
+    pytest.skip("needs the checkout", allow_module_level=True)
+sys.path.append(str(EXAMPLES))
 import train_gpt  # noqa: E402
 
 SMALL = "--device cpu --steps 45 --width 128 --layers 2 --seqlen 128 --batch 4".split()
