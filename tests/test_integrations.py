@@ -256,6 +256,25 @@ def test_arguments_that_cannot_be_expressed():
         call(None, q, q, q, None, output_attentions=True)
 
 
+def test_a_mask_that_is_written_to_counts_as_it_is_now():
+    q = torch.randn(1, 2, 6, 8)
+    mask, module = torch.ones(1, 6, dtype=torch.bool), torch.nn.Identity()
+    for padding in 0, 2:
+        mask[:, :padding] = False
+        out, _ = integration.attention(module, q, q, q, mask, is_causal=False)
+        want = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None])
+        assert torch.allclose(out, want.transpose(1, 2), atol=1e-5)
+
+
+def test_the_layers_of_a_forward_share_a_packing():
+    given = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    mask = integration.attention_mask(2, 4, 4, attention_mask=given, allow_is_bidirectional_skip=True)
+    packing = integration._packing(mask)
+    assert packing[0].tolist() == [0, 1, 2, 4] and packing[1].tolist() == [0, 3, 4]
+    assert integration._packing(mask) is packing
+    assert integration._packing(mask.clone()) is not packing
+
+
 def test_the_package_imports_nothing_heavy():
     program = "import flash_ext.integrations, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

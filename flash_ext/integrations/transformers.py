@@ -17,7 +17,7 @@ import flash_ext
 from flash_ext.bert_padding import index_first_axis, pad_input
 
 _RESERVED = ("flash", "sdpa", "flex_attention")  # inside a name they select transformers' own code
-_PACKINGS = WeakTensorKeyDictionary()  # of masks that live: every layer of a forward gets the same one
+_PACKINGS = WeakTensorKeyDictionary()  # of the masks made here: every layer of a forward gets the same one
 _INSTEAD = "use attn_implementation='sdpa' for this model"
 
 
@@ -114,7 +114,10 @@ def attention_mask(
         :, -columns:
     ]  # generate() sends a mask through here twice: cut only once
     attention_mask = F.pad(attention_mask.bool(), (0, columns - attention_mask.shape[1]))
-    return None if columns == kv_length and attention_mask.all() else attention_mask
+    if columns == kv_length and attention_mask.all():
+        return None
+    _PACKINGS[attention_mask] = None  # nobody else has it, so nobody writes to it
+    return attention_mask
 
 
 def _sequence_starts(mask_function, batch_size, q_length, q_offset, device):
@@ -241,10 +244,13 @@ def _unpadded(q, k, v, is_real, options):
 def _packing(is_real):
     """Where a mask's real tokens are in the flattened batch, int64 (total), and their cu_seqlens.
 
-    Found once for all layers: to know how many there are the host has to wait for the GPU.
+    Of a mask that was made here found once for all layers: to know how many there are the host has to
+    wait for the GPU.
     """
-    if is_real not in _PACKINGS:
+    packing = _PACKINGS.get(is_real)
+    if packing is None:
         indices = is_real.flatten().nonzero().flatten()
-        cu_seqlens = F.pad(is_real.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
-        _PACKINGS[is_real] = indices, cu_seqlens
-    return _PACKINGS[is_real]
+        packing = indices, F.pad(is_real.sum(-1).cumsum(0, dtype=torch.int32), (1, 0))
+        if is_real in _PACKINGS:
+            _PACKINGS[is_real] = packing
+    return packing
