@@ -58,6 +58,20 @@ inline Status common_why_not(const Problem& p) {
   return ok_status();
 }
 
+// For a library whose `build` has no code for a card of compute capability `cc`.
+inline Status card_why_not(const char* build, int cc) {
+  if (built_for(build, cc)) return ok_status();
+  return make_status(Code::kUnsupported, "it was built for another card (%s), this one has %d.%d",
+                     build, cc / 10, cc % 10);
+}
+
+// For a forward without an instance.
+inline Status no_kernel(const Problem& p) {
+  return make_status(Code::kUnsupported,
+                     "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
+                     p.head_dim_v);
+}
+
 // Whether an instance that was found fits the card and the problem its grid.
 inline Status instance_why_not(const Problem& p, int smem_bytes, int64_t tiles) {
   if (smem_bytes > p.device.smem_optin) {
@@ -126,6 +140,22 @@ inline TileScheduler make_scheduler(const Problem& p, int block_m) {
   // Packed slots are there even when no row is.
   scheduler.num_tiles = p.total_q == 0 ? 0 : m_slots * lanes;
   return scheduler;
+}
+
+// What the plans of all forwards say of an instance that runs as `ctas` CTAs.
+template <typename Instance>
+Plan plan_forward(const Problem& p, const Instance& instance, int smem_bytes, int stages,
+                  int64_t ctas) {
+  Plan plan{};
+  plan.tile_m = instance.block_m;
+  plan.tile_n = instance.block_n;
+  plan.grid = p.max_ctas > 0 ? std::min<int64_t>(ctas, p.max_ctas) : ctas;
+  plan.smem = smem_bytes;
+  plan.stages = stages;
+  plan.launches = plan.grid > 0;
+  snprintf(plan.why, sizeof(plan.why), "bucket %d holds head_dim %d and head_dim_v %d",
+           instance.head_dim, p.head_dim, p.head_dim_v);
+  return plan;
 }
 
 // The fields that FwdParams of every generation has.

@@ -87,21 +87,15 @@ Status why_not(const Problem* problem) {
                        "it needs compute capability 7.0 or newer, this card has %d.%d", cc / 10,
                        cc % 10);
   }
-  if (!built_for(kBuild, cc)) {
-    return make_status(Code::kUnsupported, "it was built for another card (%s), this one has %d.%d",
-                       kBuild, cc / 10, cc % 10);
-  }
+  const Status card = card_why_not(kBuild, cc);
+  if (!card.ok()) return card;
   if (static_cast<DType>(p.dtype) == DType::kBFloat16)
     return unsupported("its cards have no bfloat16 arithmetic: use float16");
   const Status common = common_why_not(p);
   if (!common.ok()) return common;
   if (static_cast<Pass>(p.pass) == Pass::kBackward) return backward_table(p).why_not(p);
   const Instance* instance = find_instance(p);
-  if (!instance) {
-    return make_status(Code::kUnsupported,
-                       "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
-                       p.head_dim_v);
-  }
+  if (!instance) return no_kernel(p);
   return instance_why_not(p, instance->smem_bytes, make_scheduler(p, instance->block_m).num_tiles);
 }
 
@@ -115,16 +109,8 @@ Status plan(const Problem* problem, Plan* plan) {
     return ok_status();
   }
   const Instance& instance = *find_instance(*problem);
-  *plan = Plan{};
-  plan->tile_m = instance.block_m;
-  plan->tile_n = instance.block_n;
-  plan->grid = make_scheduler(*problem, instance.block_m).num_tiles;
-  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
-  plan->smem = instance.smem_bytes;
-  plan->stages = 1;
-  plan->launches = plan->grid > 0;
-  snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
-           instance.head_dim, problem->head_dim, problem->head_dim_v);
+  *plan = plan_forward(*problem, instance, instance.smem_bytes, 1,
+                       make_scheduler(*problem, instance.block_m).num_tiles);
   return ok_status();
 }
 

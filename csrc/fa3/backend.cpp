@@ -73,11 +73,7 @@ Status why_not(const Problem* problem) {
   const Status mapped = maps_why_not(p);
   if (!mapped.ok()) return mapped;
   const Instance* instance = find_instance(p);
-  if (!instance) {
-    return make_status(Code::kUnsupported,
-                       "head_dim %d with head_dim_v %d has no kernel yet (up to 256)", p.head_dim,
-                       p.head_dim_v);
-  }
+  if (!instance) return no_kernel(p);
   return instance_why_not(p, instance->smem_bytes(),
                           make_scheduler(p, instance->block_m).num_tiles);
 }
@@ -95,21 +91,18 @@ bool are_unequal(const Problem& p, int block_m) {
 Status plan(const Problem* problem, Plan* plan) {
   const Status reason = why_not(problem);
   if (!reason.ok()) return reason;
-  *plan = Plan{};
-  if (static_cast<Pass>(problem->pass) == Pass::kBackward) return plan_backward(*problem, plan);
+  if (static_cast<Pass>(problem->pass) == Pass::kBackward) {
+    *plan = Plan{};
+    return plan_backward(*problem, plan);
+  }
   const Instance& instance = *find_instance(*problem);
-  plan->tile_m = instance.block_m;
-  plan->tile_n = instance.block_n;
   const int64_t tiles = make_scheduler(*problem, instance.block_m).num_tiles;
-  plan->grid = std::min<int64_t>(tiles, problem->device.sm_count);
-  if (problem->max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, problem->max_ctas);
-  if (are_unequal(*problem, instance.block_m) && tiles > plan->grid)
+  *plan = plan_forward(*problem, instance, instance.smem_bytes(), instance.stages,
+                       std::min<int64_t>(tiles, problem->device.sm_count));
+  if (plan->grid > 0 && tiles > plan->grid && are_unequal(*problem, instance.block_m)) {
     plan->workspace_bytes = sizeof(uint32_t);
-  plan->smem = instance.smem_bytes();
-  plan->stages = instance.stages;
-  plan->launches = plan->grid == 0 ? 0 : 1 + (plan->workspace_bytes > 0);
-  snprintf(plan->why, sizeof(plan->why), "bucket %d holds head_dim %d and head_dim_v %d",
-           instance.head_dim, problem->head_dim, problem->head_dim_v);
+    plan->launches = 2;  // one clears the counter
+  }
   return ok_status();
 }
 
