@@ -22,6 +22,7 @@ from planted_faults import CONTROLS, MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/mutants"
+TOO_LONG = 150  # seconds for a test, where a fault may make a kernel wait for ever
 
 
 def slug(name: str) -> str:
@@ -72,14 +73,20 @@ def run(mutant: Mutant) -> bool:
     start, environment = time.monotonic(), os.environ | {"OMP_NUM_THREADS": "2"}  # several run side by side
     # Run in its folder, Python finds the mutant's package before any other.
     folder = FOLDER / slug(mutant.name)
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    try:
+        ran = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TOO_LONG
+        )
+        code, output = ran.returncode, ran.stdout
+    except subprocess.TimeoutExpired:
+        code, output = 1, f"did not end in {TOO_LONG} s"
     expected = 0 if is_control else 1  # pytest's code for "tests ran and some failed"
-    outcome = {0: "passed", 1: "caught"}.get(ran.returncode, f"broken (pytest's exit code {ran.returncode})")
-    said = next((line for line in ran.stdout.splitlines() if line.startswith("FAILED")), "")
-    said = said.rpartition("tests/gpu/")[2] or " ".join(ran.stdout.strip().splitlines()[-1:])
-    verdict = outcome if ran.returncode == expected else f"{outcome}, WRONG"
+    outcome = {0: "passed", 1: "caught"}.get(code, f"broken (pytest's exit code {code})")
+    said = next((line for line in output.splitlines() if line.startswith("FAILED")), "")
+    said = said.rpartition("tests/gpu/")[2] or " ".join(output.strip().splitlines()[-1:])
+    verdict = outcome if code == expected else f"{outcome}, WRONG"
     print(f"{mutant.name}: {verdict} ({time.monotonic() - start:.0f} s): {said}", flush=True)
-    return ran.returncode == expected
+    return code == expected
 
 
 def main() -> int:

@@ -224,6 +224,15 @@ MUTANTS = [
             "",
             True,
         ),
+        (
+            "keys that nobody sees not waited for",
+            RULE,
+            BWD,
+            "mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);\n  mbarrier_wait(",
+            "if (work.range.min >= work.range.max) return void(++tiles);\n"
+            "  mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);\n  mbarrier_wait(",
+            True,
+        ),
         ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
         (
             "nobody waits for a turn",
@@ -239,6 +248,7 @@ MUTANTS = [
         ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
         ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
         ("dK not scaled", RULE, BWD, "dk,\n                     params.softmax_scale);", "dk, 1.f);"),
+        ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
         ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
         (
             "slope of the group's first head",
@@ -256,6 +266,14 @@ MUTANTS = [
             "dp[i] *= 1.f;",
         ),
         ("dP of dropped ones", MODIFIED, BWD_MODIFY, "drop ? 0.f : dp[i] * kept_scale", "dp[i] * kept_scale"),
+        (
+            "alibi's distance not negated",
+            MODIFIED,
+            BWD_MODIFY,
+            "row - column - distance",
+            "row - column + distance",
+        ),
+        ("dropout of the queries before", MODIFIED, BWD_MODIFY, "kTransposed ? 16 * block : 0", "0"),
         ("wide: dropped P in dV", MODIFIED, WIDE, "    drop(s, kept);\n", ""),
         ("d_lse ignored", RULE, ROWS, "delta -= params.d_lse[lse_row + row]", "delta -= 0.f"),
         ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),

@@ -1,14 +1,17 @@
 """Runs the CUDA kernels, both passes, under compute-sanitizer's four tools and writes what they found.
 
-  python tools/sanitize.py [TEXT]     on a GPU, of kernels whose name contains TEXT ("fa2", "bfloat16");
-                                      writes bench/results/<gpu>/<date>-<commit>-sanitizer.json
-  python tools/sanitize.py --calls TEXT [BACKEND ...]    the calls themselves, which each tool watches
+  python tools/sanitize.py [-j N] [TEXT]     on a GPU, of kernels whose name contains TEXT ("fa2",
+                                             "bfloat16"), N runs side by side; writes
+                                             bench/results/<gpu>/<date>-<commit>-sanitizer.json
+  python tools/sanitize.py --calls GROUP     the calls themselves, which each tool watches; GROUP is
+                                             fa2-bfloat16-64 or the like
 
 Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
 copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
 racecheck knows no TMA and no wgmma: fa3 is left to the jitter build (tests/README.md).
 """
 
+import argparse
 import json
 import os
 import re
@@ -49,8 +52,13 @@ def compute_sanitizer() -> str:
     return found or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin/compute-sanitizer")
 
 
-def calls(text: str, without: list[str]) -> None:
-    """Every kernel that `text` names on every problem of CALLS; a result that is plainly wrong ends it."""
+def group_of(kernel) -> str:
+    """Kernels that one run of a tool watches: those of one backend, element type and bucket."""
+    return "-".join(str(kernel).split("-")[:3])
+
+
+def calls(group: str) -> None:
+    """Every kernel of the group on every problem of CALLS; a result that is plainly wrong ends it."""
     import bed
     import compare
     import torch
@@ -62,7 +70,7 @@ def calls(text: str, without: list[str]) -> None:
 
     count = 0
     for kernel in bed.KERNELS:
-        if kernel.backend in without or text not in str(kernel):
+        if group_of(kernel) != group:
             continue
         modified = {"softcap": 5.0, "alibi": 1, "dropout_p": 0.2} if kernel.modified else {}
         for name, problem in CALLS.items():
@@ -81,51 +89,65 @@ def calls(text: str, without: list[str]) -> None:
     print(f"{count} calls")
 
 
-def watch(tool: str, text: str) -> dict:
-    """Runs the calls under one tool."""
+def watch(job: tuple[str, str]) -> dict:
+    """Runs the calls of a group of kernels under one tool."""
+    tool, group = job
     command = [compute_sanitizer(), f"--tool={tool}", *TOOLS[tool], "--kernel-regex=kns=flash_ext"]
-    command += [sys.executable, __file__, "--calls", text, *WATCHES_ALL_BUT.get(tool, ())]
+    command += [sys.executable, __file__, "--calls", group]
     start = time.monotonic()
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     text = ran.stdout + ran.stderr
     summary = re.search(r"========= ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
     counted = re.search(r"^(\d+) calls$", text, re.MULTILINE)
     result = {
         "tool": tool,
+        "kernels": group,
         "calls": int(counted[1]) if counted else 0,
         "summary": summary[1] if summary else "none",
         "seconds": round(time.monotonic() - start),
     }
     clean = ran.returncode == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", result["summary"])
-    watched = result["calls"] or (counted and tool in WATCHES_ALL_BUT)  # none is left for it
-    result["clean"] = bool(clean and watched)
+    result["clean"] = bool(clean and result["calls"])
+    print("{tool}, {kernels}: {summary} in {calls} calls, {seconds} s".format(**result), flush=True)
     if not result["clean"]:
-        print(f"==== {tool} (exit code {ran.returncode})\n{text[-6000:]}", flush=True)
+        print(f"==== {tool}, {group} (exit code {ran.returncode})\n{text[-6000:]}", flush=True)
     return result
 
 
 def main() -> int:
-    if "--calls" in sys.argv:
-        calls(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-j", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--calls", metavar="GROUP")
+    parser.add_argument("text", nargs="?", default="")
+    options = parser.parse_args()
+    if options.calls:
+        calls(options.calls)
         return 0
-    text = sys.argv[1] if len(sys.argv) > 1 else ""
+    import bed
+
     from bench import machine
 
-    with ThreadPoolExecutor(len(TOOLS)) as pool:
-        results = list(pool.map(lambda tool: watch(tool, text), TOOLS))
+    groups = dict.fromkeys(group_of(kernel) for kernel in bed.KERNELS if options.text in str(kernel))
+    jobs = [
+        (tool, group)
+        for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")  # the slowest first
+        for group in groups
+        if not group.startswith(WATCHES_ALL_BUT.get(tool, ("none",)))
+    ]
+    with ThreadPoolExecutor(options.j) as pool:
+        results = list(pool.map(watch, jobs))
     head = machine.header("sanitizer", "cuda")
     version = subprocess.run([compute_sanitizer(), "--version"], capture_output=True, text=True).stdout
-    head["kernels"] = text or "all"
+    head["kernels"] = options.text or "all"
     head["compute_sanitizer"] = version.strip().splitlines()[-1] if version.strip() else None
     folder = ROOT / "bench/results" / re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{head['date']}-{head['commit']}-sanitizer.json"
-    path.write_text(json.dumps({"header": head, "tools": results}, indent=1) + "\n")
-    for result in results:
-        print("{tool}: {summary} in {calls} calls, {seconds} s".format(**result))
-    print(path)
-    return not all(result["clean"] for result in results)
+    path.write_text(json.dumps({"header": head, "runs": results}, indent=1) + "\n")
+    clean = sum(result["clean"] for result in results)
+    print(f"{clean} of {len(results)} runs clean, {sum(result['calls'] for result in results)} calls\n{path}")
+    return clean < len(results)
 
 
 if __name__ == "__main__":

@@ -155,11 +155,6 @@ Status make_maps(const Problem& p, const BwdTensors& t, const Instance& instance
 }  // namespace
 
 Status backward_why_not(const Problem& p) {
-  // Gradients of modified scores in bwd.cuh wait for a proof that they always come to an end.
-  if (is_modified(p) && std::max(p.head_dim, p.head_dim_v) <= 128) {
-    const char* option = p.softcap > 0 ? "softcap" : p.has_alibi ? "alibi_slopes" : "dropout";
-    return make_status(Code::kUnsupported, "%s has no gradients yet at head_dim up to 128", option);
-  }
   const Instance* instance = find_instance(p);
   if (!instance) {
     return make_status(Code::kUnsupported,

@@ -36,7 +36,7 @@ struct BwdConsumer {
   const BwdSmem<Traits>& smem;
   BwdBarriers<Traits>& barriers;
   const int group;                 // 0, 1
-  uint32_t blocks = 0, tiles = 0;  // of queries, of keys that were loaded: where the rings stand
+  uint32_t blocks = 0, tiles = 0;  // of queries, of keys: where the rings stand
 
   __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
@@ -243,10 +243,10 @@ template <typename Traits>
 __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork& work,
                                                                    float (&dk)[kDk],
                                                                    float (&dv)[kDv]) {
-  if (work.range.min >= work.range.max) return;
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
+  if (work.range.min >= work.range.max) return;
   int m = work.range.max - 1, member = 0;
   step<true>(work, m, member, dk, dv);
   for (;;) {

@@ -123,10 +123,14 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     // Nobody reads K and V any more; above 128 columns, dK and dV have left.
     mbarrier_wait(smem_address(&barriers.v_empty), tiles_loaded % 2 ^ 1);
     mbarrier_wait(smem_address(&barriers.k_empty), tiles_loaded++ % 2 ^ 1);
-    if (!seen) continue;
+    const uint32_t k_full = smem_address(&barriers.k_full), v_full = smem_address(&barriers.v_full);
+    if (!seen) {  // handed over as they are: consumers that did not wait might be two tiles ahead
+      mbarrier_arrive(k_full);
+      mbarrier_arrive(v_full);
+      continue;
+    }
     const int batch_k = params.keys.packed.cu_seqlens ? 0 : work.keys.sequence;
     const int n_begin = work.keys.block * Traits::kBlockN;
-    const uint32_t k_full = smem_address(&barriers.k_full), v_full = smem_address(&barriers.v_full);
     mbarrier_arrive_expect(k_full, Traits::kKBytes);
     const auto k_at =
         tma_at(params.k, batch_k, work.keys.first_row, work.keys.used, n_begin, work.keys.head);

@@ -79,7 +79,7 @@ struct BwdWideConsumer {
   const BwdWideSmem<Traits>& smem;
   BwdBarriers<Traits>& barriers;
   const int group;
-  uint32_t blocks = 0, tiles = 0;  // of queries, of keys that were loaded: where the rings stand
+  uint32_t blocks = 0, tiles = 0;  // of queries, of keys: where the rings stand
 
   __device__ __forceinline__ int q_stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t q_phase() const { return blocks / Traits::kStages % 2; }
@@ -291,10 +291,10 @@ template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::differentiate(const BwdWork& work,
                                                                        float (&dk)[kSlabs][kD],
                                                                        float (&dv)[kSlabsV][kD]) {
-  if (work.range.min >= work.range.max) return;
   mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
+  if (work.range.min >= work.range.max) return;
   for (int m = work.range.max - 1; m >= work.range.min; --m) {
     for (int member = 0; member < params.heads_per_kv; ++member) step(work, m, member, dk, dv);
   }

@@ -103,12 +103,8 @@ class Kernel(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        """Whether its backend has gradients for problems that fill it."""
-        return self.has_gradients(self.head_dim, self.head_dim_v)
-
-    def has_gradients(self, head_dim: int, head_dim_v: int) -> bool:
         """Whether its backend has gradients for such problems; asked for one of its tiles only."""
-        dims = {"head_dim": -(-head_dim // 8) * 8, "head_dim_v": -(-head_dim_v // 8) * 8}
+        dims = {"head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
         form = "softcap" if self.modified else ""
         return self.tile <= 1 and can(self.backend, form, backward=True, dtype=self.dtype, **dims)
 
@@ -135,8 +131,7 @@ class Kernel(NamedTuple):
 
         With dout, and where the backend has gradients, those through out and lse too.
         """
-        dims = inputs["q"].shape[-1], inputs["v"].shape[-1]
-        with_gradients = dout is not None and self.has_gradients(*dims)
+        with_gradients = dout is not None and self.has_backward
         expected = compare.Expected(inputs, options, *((dout, d_lse) if with_gradients else ()))
         got = expected.hold(self.forward)
         for max_ctas in FEW_CTAS:

@@ -2,7 +2,8 @@
 
   python tests/gpu/run.py [-j N] [pytest's arguments]
 
-Each process takes every N-th test (`--part` of conftest.py). The exit code is the worst of theirs.
+Each process takes every N-th test (`--part` of conftest.py) on one of the GPUs here, in turn. The exit code is
+the worst of theirs.
 """
 
 import argparse
@@ -14,18 +15,23 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-j", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = shown.split(",") if shown else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+    parser.add_argument("-j", type=int, default=max(1, min(12 * len(gpus), (os.cpu_count() or 1) - 2)))
     options, pytest_args = parser.parse_known_args()
     start, parts = time.monotonic(), []
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for part in range(options.j):
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests/gpu"), "-m", "gpu", "-q", *pytest_args]
         command += [f"--part={part}/{options.j}", "-p", "no:cacheprovider"]
+        mine = gpus[part % len(gpus) :] + gpus[: part % len(gpus)]  # its own first
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ",".join(mine)}
         output = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         parts.append((process, output))
@@ -40,8 +46,8 @@ def main() -> int:
             output.seek(0)
             lines = output.read().splitlines()
             # Of a part that passed, the summary: what stands behind the dots.
-            shown = lines if code else [line for line in lines if " passed" in line or "held against" in line]
-            print(f"---- part {part} of {options.j}", *shown, sep="\n", flush=True)
+            told = lines if code else [line for line in lines if " passed" in line or "held against" in line]
+            print(f"---- part {part} of {options.j}", *told, sep="\n", flush=True)
     worst = max(map(abs, codes))
     print(f"---- {'passed' if not worst else 'FAILED'} in {time.monotonic() - start:.0f} s")
     return worst

@@ -25,9 +25,12 @@ def is_built(kernel: bed.Kernel) -> bool:
 @pytest.mark.parametrize("max_ctas", [0, 3])
 @pytest.mark.parametrize("kernel", [*filter(is_built, bed.WITH_BACKWARD)], ids=str)
 def test_late_waits_change_no_gradient(kernel, max_ctas):
-    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=515)
+    q, k, v = bed.qkv(kernel, batch=1, seqlen_q=333, seqlen_k=700)  # no query sees the first 307 keys
     dout = torch.randn(*q.shape[:3], v.shape[-1], dtype=kernel.dtype, device=bed.DEVICE)
-    backend, options = table.load(kernel.backend, PACKAGE), kernel.options({"causal": True}, q)
+    backend, options = (
+        table.load(kernel.backend, PACKAGE),
+        kernel.options({"causal": True, "window_left": 60}, q),
+    )
     out, lse = kernel.forward(q, k, v, **options)
     want = bed.gradients(kernel, q, k, v, dout, **options)
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
