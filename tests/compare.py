@@ -137,7 +137,10 @@ def floors_of(
         floors["d_v"] = noise * rows * float(dout.abs().max()) if dout.numel() else 0.0
         floors["d_q"] = d_score * scale * largest["k"]
         floors["d_k"] = d_score * scale * largest["q"] * rows
-        floors["d_sinks"] = d_score * rows
+        if "sinks" in inputs:  # its terms: of every row the sink's probability times delta
+            of_sink = (inputs["sinks"].double()[:, None] - want["lse"].double()).exp().transpose(-1, -2)
+            terms = torch.where(seen, of_sink * delta, 0.0)
+            floors["d_sinks"] = (coarse + noise) * float(terms.norm()) if terms.numel() else 0.0
     return floors
 
 

@@ -25,7 +25,9 @@ class Mutant(NamedTuple):
     def wider(self) -> tuple[str, ...]:
         """Buckets beside 64, for code that runs only there."""
         shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
-        return (shared | {WIDE: ("256",), LOAD3: ("256",), FA2_BWD: ("128",)}).get(self.file, ())
+        return (shared | {WIDE: ("256",), LOAD3: ("256",), FWD3: ("128", "256"), FA2_BWD: ("128",)}).get(
+            self.file, ()
+        )
 
     def needs(self, instance: str) -> bool:
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
@@ -72,9 +74,9 @@ TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
 MUTANTS = [
     Mutant(*row)
     for row in [
-        ("no wait for loads", NEEDLE, KEYS, "cp_async_wait<Traits::kStages - 2>();", "", True),
+        ("no wait for loads", NEEDLE, KEYS, "cp_async_wait<Traits::kStages - 2>();", ""),
         ("no barrier behind loads", NEEDLE, KEYS, "block_barrier();  // everybody's is, and", "//", True),
-        ("no wait for V", NEEDLE, KEYS, "cp_async_wait<0>();  // this thread's part of V", "", True),
+        ("no wait for V", NEEDLE, KEYS, "cp_async_wait<0>();  // this thread's part of V", ""),
         (
             "the other's P not waited for",
             NEEDLE,
@@ -108,13 +110,13 @@ MUTANTS = [
         ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
         ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
         ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    if", "    if", True),
-        ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", "", True),
+        ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", ""),
         (
-            "fa3: K freed before S is there",
+            "fa3: K freed by one warp group alone",
             NEEDLE,
             FWD3,
-            "wgmma_wait<1>();  // S",
-            "wgmma_wait<2>();  // S",
+            "mbarrier_init(smem_address(&barriers.k_empty[stage]), kWarps);",
+            "mbarrier_init(smem_address(&barriers.k_empty[stage]), 4);",
             True,
         ),
         ("fa3: a maximum that grew is passed", NUMBERS, FWD3, "rescale[0] != 1.f || rescale", "rescale"),
@@ -126,8 +128,8 @@ MUTANTS = [
             "fa3: a row past the end is read",
             ISOLATION,
             LOAD3,
-            "params.k, batch, work.k_row, length,",
-            "params.k, batch, work.k_row, length + 1,",
+            "params.v, batch, work.k_row, length,",
+            "params.v, batch, work.k_row, length + 1,",
         ),
         ("fa3: keys of another group's rows", MASK, LOAD3, "+ 64 * group,", "+ 64 * (group ^ 1),"),
         (
@@ -135,7 +137,7 @@ MUTANTS = [
             NEEDLE,
             LOAD3,
             "work.visible.end(end - 1) - (range.max",
-            "work.visible.end(end - 1) - 16 - (range.max",
+            "work.visible.end(end - 1) - 28 - (range.max",
         ),
         ("fa3: no wait for the kernel before", CHAIN, EARLY, 'asm volatile("griddepcontrol.wait;"', "//"),
         ("fa3: launched on the default stream", STREAM, EARLY, "config.stream = stream;", ""),
@@ -195,7 +197,6 @@ MUTANTS = [
         ("fa1: rows of O traded", NEEDLE, FWD1, "transpose_quad(words);\n        const", "const"),
         ("fa1: a block of K too early", NEEDLE, FWD1, "k_rows, n_begin - Traits::kBlockN", "k_rows, n_begin"),
         ("fa1: kv head h, not h / group", NEEDLE, FWD1, "work.head / params.heads_per_kv", "work.head"),
-        ("fa1: a row of Q past the end is read", ISOLATION, FWD1, "(i) < rows.end", "(i) <= rows.end"),
         ("fa1: a row past the end is read", ISOLATION, STAGED, "kRowsPerPass < end", "kRowsPerPass <= end"),
         ("fa1: a row past the end is written", GUARDS, FWD1, "if (i >= work.rows", "if (i > work.rows"),
         ("fa1: launched on the default stream", STREAM, FWD1, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
@@ -276,8 +277,7 @@ MUTANTS = [
         ("dropout of the queries before", MODIFIED, BWD_MODIFY, "kTransposed ? 16 * block : 0", "0"),
         ("wide: dropped P in dV", MODIFIED, WIDE, "    drop(s, kept);\n", ""),
         ("d_lse ignored", RULE, ROWS, "delta -= params.d_lse[lse_row + row]", "delta -= 0.f"),
-        ("last part of d_sink left out", RULE, ROWS, "i < count;", "i + 1 < count;"),
-        ("dO of a spare row is read", BWD_ISOLATION, ROWS, "row < tile.used;", "row < tile.rows;"),
+        ("last sequence left out of d_sink", RULE, ROWS, "i < count;", "i + slots < count;"),
         ("dQ of a spare row is not 0", BWD_GUARDS, ROWS, "row < used ? make", "row < tile.rows ? make"),
         ("fa2: dS not waited for", RULE, FA2_BWD, "block_barrier();  // dS and the next", "//", True),
         (

@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.fixture(autouse=True)
+def leave_memory_to_others():
+    """Several processes share a GPU: none keeps the gigabytes of a test that is over."""
+    yield
+    if torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
+
+
 def pytest_report_header():
     if torch.cuda.is_available():
         return f"GPU: {torch.cuda.get_device_name()}, kernels: {', '.join(map(str, bed.KERNELS)) or 'none'}"

@@ -89,14 +89,20 @@ def test_sinks_far_from_the_scores(kernel):
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
 def test_huge_scores(kernel):
-    """Scores of some 1e8 (float16: 1e6) leave one key to each query."""
+    """Scores of some 1e8 (float16: 1e6) leave one key to each query; where two are as good as equal, either."""
     q, k, v = bed.qkv(kernel, batch=1, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K)
     size = 1e4 if kernel.dtype == torch.bfloat16 else 1e3
     q, k = q * size, k * size
     out, lse = kernel.forward(q, k, v)
     want, want_lse = compare.in_dtype(torch.float64)(q, k, v)
     assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=0)
-    assert float((out - want).abs().max()) <= 0.02 * float(v.abs().max())
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bihd,bjhd->bihj", q.double(), keys) * q.shape[-1] ** -0.5
+    best = scores.topk(2).values
+    is_clear = best[..., 0] - best[..., 1] > 20 + 1e-5 * best[..., 0].abs()
+    assert is_clear.double().mean() > 0.99
+    error = torch.where(is_clear[..., None], (out - want).abs(), 0.0)
+    assert float(error.max()) <= 0.02 * float(v.abs().max())
 
 
 @pytest.mark.parametrize("kernel", [k for k in bed.KERNELS if k.dtype == torch.bfloat16], ids=str)
