@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +64,7 @@ def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instan
     environment = {"FLASH_EXT_CUDA_ARCHS": "75;90;90a", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
     if mutant.is_volta:
         environment |= {"FLASH_EXT_CUDA_ARCHS": "70", "CUDA_HOME": str(folder / "tools/volta")}
+        environment.setdefault("FLASH_EXT_NVRTC", sysconfig.get_path("purelib"))
     for backend in backends:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--only={backend}"]
         subprocess.run(command, cwd=folder, env=environment, check=True)
