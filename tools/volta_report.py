@@ -4,8 +4,8 @@
 
 NVRTC comes from the wheels nvidia-cuda-nvrtc-cu12 and nvidia-cuda-runtime-cu12 (12.9), or is given. Exit code
 1 when a build rule is broken: no HMMA, local memory (a modified kernel may have 64 bytes), more shared memory
-or registers than an SM has for the CTAs that the kernel is made for, or at head_dim 64 and 128 less than 60 % of
-the peak below, backward 45 %.
+or registers than an SM has for the CTAs that the kernel is made for; at head_dim 64 and 128 less than 60 % of
+the peak below, or 45 % backward.
 
 The table is a bound, not a measurement. It counts what a warp issues for a block of the loop without a mask,
 and how many cycles each part of an SM is busy when four warps, one on each scheduler, do the same:
