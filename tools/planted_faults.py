@@ -202,7 +202,7 @@ MUTANTS = [
         ("fa1: rows of O traded", NEEDLE, FWD1, "transpose_quad(words);\n        const", "const"),
         ("fa1: a block of K too early", NEEDLE, FWD1, "k_rows, n_begin - Traits::kBlockN", "k_rows, n_begin"),
         ("fa1: kv head h, not h / group", NEEDLE, FWD1, "work.head / params.heads_per_kv", "work.head"),
-        ("fa1: a row of Q past the end is read", ISOLATION, FWD1, "(i) < rows.end", "(i) <= rows.end"),
+        ("fa1: rows of Q twice", NEEDLE, FWD1, "i = row + 16 * m + 8 * half;", "i = row + 16 * m;"),
         ("fa1: a row past the end is read", ISOLATION, STAGED, "kRowsPerPass < end", "kRowsPerPass <= end"),
         ("fa1: a row past the end is written", GUARDS, FWD1, "if (i >= work.rows", "if (i > work.rows"),
         ("fa1: launched on the default stream", STREAM, FWD1, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
