@@ -14,8 +14,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report volta bench ablation \
-	wheel wheel-check clean clean-env
+.PHONY: build demo test test-gpu jitter mutants mutants-run sanitize lint fast report volta volta-package bench \
+	ablation wheel wheel-check clean clean-env
 
 build: .venv/ready
 	$(PY) setup.py --quiet build_ext --inplace
@@ -32,9 +32,16 @@ test: build
 test-gpu:
 	PYTHONPATH=. $(PYTHON) tests/gpu/run.py $(ARGS)
 
-# Libraries with late waits, and with a planted fault each; built here, tried on a GPU (tests/README.md).
-jitter mutants: build
-	$(PY) tools/mutants.py $(if $(filter jitter,$@),jitter,build)
+# Libraries with late waits, with a planted fault each, and with fa1's kernels for 7.0; built here, tried on a
+# GPU (tests/README.md).
+jitter: build
+	$(PY) tools/mutants.py jitter
+
+mutants: build .venv/volta
+	$(PY) tools/mutants.py build
+
+volta-package: build .venv/volta
+	$(PY) tools/mutants.py volta
 
 mutants-run:
 	$(PYTHON) tools/mutants.py run

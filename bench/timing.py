@@ -7,14 +7,18 @@ import torch
 ROUNDS = 7
 _CPU_SECONDS = 0.03  # a contender's turn in a round: long against the clock and the scheduler
 _CUDA_SECONDS = 0.005
+_CUDA_CALLS = 10
 _MATMUL_SIZE = 8192
 MATMUL_FLOPS = 2 * _MATMUL_SIZE**3
 
 
-def measure(calls: dict, device: str, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Seconds per call of each contender, one number a round."""
-    turn = _CudaTurn if device == "cuda" else _CpuTurn
-    turns = {name: turn(call) for name, call in calls.items()}
+def measure(
+    calls: dict, device: str, rounds: int = ROUNDS, fewest: int = _CUDA_CALLS
+) -> dict[str, list[float]]:
+    """Seconds per call of each contender, one number a round; on a GPU each of at least so many calls."""
+    turns = {
+        name: _CudaTurn(call, fewest) if device == "cuda" else _CpuTurn(call) for name, call in calls.items()
+    }
     seconds = {name: [] for name in calls}
     names = list(calls)
     for i in range(rounds):
@@ -36,11 +40,11 @@ class _CpuTurn:
 
 
 class _CudaTurn:
-    """At least ten calls in one CUDA graph: the time of the kernels, without the CPU's."""
+    """Several calls in one CUDA graph: the time of the kernels, without the CPU's."""
 
-    def __init__(self, call):
+    def __init__(self, call, fewest: int):
         once = self._elapsed(call)
-        self.count = min(200, max(10, round(_CUDA_SECONDS / once)))
+        self.count = min(200, max(fewest, round(_CUDA_SECONDS / once)))
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
             for _ in range(self.count):

@@ -118,6 +118,8 @@ def floors_of(
     """Errors that are no fault even where the baseline happens to have none, from the size of what is summed.
 
     A score's rounding is relative to |q||k|; out and dv are sums of terms of either sign, in float32 at least.
+    mma.sync kernels begin the sum of a score at minus a reference, which lies 8 powers of two above the largest
+    score, and tensor cores cut off what each addition rounds, every 8 columns: half a digit, always down.
     In dS = P (dP - delta) the difference may vanish (a single key), and delta comes from the rounded out.
     """
     largest = {n: float(x.abs().nan_to_num(0.0).max()) if x.numel() else 0.0 for n, x in inputs.items()}
@@ -127,6 +129,8 @@ def floors_of(
     score = scale * longest_row(inputs["q"]) * longest_row(inputs["k"])
     noise = fine * (2 + score / 2)  # relative, of a probability
     floors = {"out": noise * largest["v"], "lse": 2 * fine * score}
+    if dtype.itemsize == 2:
+        floors["lse"] += fine * 8 * math.log(2) * (1 + inputs["q"].shape[-1] / 32)
     if dout is not None:
         seen = want["lse"].transpose(-1, -2) > -math.inf
         dout = torch.where(seen[..., None], dout.double(), 0.0)

@@ -24,7 +24,7 @@ def main() -> None:
         "-O3 -std=c++17 --expt-relaxed-constexpr -Xcompiler=-fPIC,-fvisibility=hidden -cudart static -shared"
     )
     command = [choice.nvcc, "-ccbin", toolchain.find_cxx(), *flags.split(), f"-I{ROOT}/csrc"]
-    command += ["-isystem", toolchain.find_cutlass(), *cuda_archs.gencode("fa2", archs).split()]
+    command += ["-isystem", toolchain.find_cutlass(), *cuda_archs.gencode(archs, ptx=True).split()]
     subprocess.run([*command, ROOT / "csrc/fa2/ablation/ablation.cu", "-o", LIBRARY], check=True)
     print(LIBRARY.relative_to(ROOT))
 

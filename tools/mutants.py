@@ -3,9 +3,10 @@
   python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, with a few kernels; needs no GPU
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
   python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits; of one type
+  python tools/mutants.py volta              build/volta/flash_ext: fa1's kernels for 7.0, no fault
 
-FLASH_EXT_CUDA_ARCHS defaults to "75;90;90a". A "control" is the unchanged source, which must pass every named
-test of its backend.
+FLASH_EXT_CUDA_ARCHS defaults to "75;90;90a"; kernels for 7.0 are made by tools/volta/bin/nvcc. A "control" is
+the unchanged source, which must pass every named test of its backend.
 """
 
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +43,10 @@ def plant(csrc: Path, mutant: Mutant) -> None:
 
 
 def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instance: True) -> None:
-    """A copy of the package in `folder`, with these instances of its backends and the fault."""
+    """A copy of the package in `folder`, with these instances of its backends and the fault.
+
+    fa1 with a fault in the kernels for 7.0 is built for that card alone.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     without = shutil.ignore_patterns("__pycache__", "lib", "*.so")
     for name in ("csrc", "flash_ext", "tools"):
@@ -57,6 +62,9 @@ def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instan
         table.write_text("".join(kept))
     cutlass = toolchain.find_cutlass().parent
     environment = {"FLASH_EXT_CUDA_ARCHS": "75;90;90a", "FLASH_EXT_CUTLASS": str(cutlass), **os.environ}
+    if mutant.is_volta:
+        environment |= {"FLASH_EXT_CUDA_ARCHS": "70", "CUDA_HOME": str(folder / "tools/volta")}
+        environment.setdefault("FLASH_EXT_NVRTC", sysconfig.get_path("purelib"))
     for backend in backends:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", f"--only={backend}"]
         subprocess.run(command, cwd=folder, env=environment, check=True)
@@ -67,7 +75,8 @@ def build(folder: Path, mutant: Mutant, backends: list[str], needs=lambda instan
 def run(mutant: Mutant) -> bool:
     """Prints a line about it; whether it went as it must."""
     is_control = not mutant.test
-    names = {m.test for m in MUTANTS if m.backend == mutant.backend} if is_control else {mutant.test}
+    alike = (m for m in MUTANTS if (m.backend, m.is_volta) == (mutant.backend, mutant.is_volta))
+    names = {m.test for m in alike} if is_control else {mutant.test}
     tests = [f"{ROOT}/tests/gpu/{name}" for name in sorted(names)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *tests]
     start, environment = time.monotonic(), os.environ | {"OMP_NUM_THREADS": "2"}  # several run side by side
@@ -100,6 +109,9 @@ def main() -> int:
         backends = [path.stem for path in (ROOT / "flash_ext/lib").glob("fa?.so")]
         late = CONTROLS[0]._replace(late=True)
         build(ROOT / "build/jitter", late, backends, lambda line: "__half" not in line)
+    elif mode == "volta":
+        unchanged = next(control for control in CONTROLS if control.is_volta)
+        build(ROOT / "build/volta", unchanged, ["fa1"])
     elif mode == "build":
         for mutant in wanted:
             print(mutant.name, flush=True)

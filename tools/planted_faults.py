@@ -22,6 +22,11 @@ class Mutant(NamedTuple):
         return "fa3" if "bwd" in self.file or "mbarrier" in self.file else "fa2"
 
     @property
+    def is_volta(self) -> bool:
+        """Whether it is in fa1's kernels for 7.0, which have a build of their own."""
+        return "volta" in self.file
+
+    @property
     def wider(self) -> tuple[str, ...]:
         """Buckets beside 64, for code that runs only there."""
         shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
@@ -33,7 +38,7 @@ class Mutant(NamedTuple):
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""
         kernel, *arguments = instance.partition("(")[2].rstrip(")\n").split(", ")
         if self.backend == "fa1":  # which has one element type, and kernels for 7.0 apart
-            other = ("volta" in kernel) != ("volta" in self.file)
+            other = ("volta" in kernel) != self.is_volta
         else:
             other = arguments.pop(0) != "__nv_bfloat16"
         if other or arguments[0] not in ("64", *self.wider):
@@ -68,6 +73,8 @@ BACKWARD = BWD_MASK, BWD_GUARDS, BWD_ISOLATION, SAME_BITS
 FA2_BWD, FA2_LOAD = "device/mma_bwd.cuh", "fa2/bwd_load.cuh"
 FA2_WORK, FA2_MODIFY, FA2_OUT = (f"device/mma_bwd_{part}.cuh" for part in ("work", "modify", "output"))
 FWD1, STAGED, LOAD1 = "fa1/fwd.cuh", "fa1/staged_block.cuh", "fa1/bwd_load.cuh"
+VOLTA_FWD, VOLTA_MMA, VOLTA_BWD = (f"fa1/volta_{part}.cuh" for part in ("fwd", "mma", "bwd"))
+VOLTA_BWD_TILE = "fa1/volta_bwd_tile.cuh"
 BWD, WIDE, PRODUCER, ROWS = "fa3/bwd.cuh", "fa3/bwd_wide.cuh", "fa3/bwd_producer.cuh", "device/bwd_rows.cuh"
 TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
 
@@ -197,6 +204,7 @@ MUTANTS = [
         ("fa1: rows of O traded", NEEDLE, FWD1, "transpose_quad(words);\n        const", "const"),
         ("fa1: a block of K too early", NEEDLE, FWD1, "k_rows, n_begin - Traits::kBlockN", "k_rows, n_begin"),
         ("fa1: kv head h, not h / group", NEEDLE, FWD1, "work.head / params.heads_per_kv", "work.head"),
+        ("fa1: rows of Q twice", NEEDLE, FWD1, "i = row + 16 * m + 8 * half;", "i = row + 16 * m;"),
         ("fa1: a row past the end is read", ISOLATION, STAGED, "kRowsPerPass < end", "kRowsPerPass <= end"),
         ("fa1: a row past the end is written", GUARDS, FWD1, "if (i >= work.rows", "if (i > work.rows"),
         ("fa1: launched on the default stream", STREAM, FWD1, "kSmemBytes, stream>>>", "kSmemBytes, 0>>>"),
@@ -209,6 +217,51 @@ MUTANTS = [
             "? params.lse_log2 : params.lse_log2",
         ),
         ("fa1: loads of no block", RULE, LOAD1, "asked_ = true;", "asked_ = at.head == 0;"),
+        ("fa1 7.0: no barrier before S", NEEDLE, VOLTA_FWD, "block_barrier();  // K is there", "//", True),
+        (
+            "fa1 7.0: a row past the end is written",
+            GUARDS,
+            VOLTA_FWD,
+            "if (i < work.rows &&",
+            "if (i <= work.rows &&",
+        ),
+        (
+            "fa1 7.0: P of other keys first",
+            NEEDLE,
+            VOLTA_MMA,
+            "(step % 2 ? other : b)",
+            "(step % 2 ? b : other)",
+        ),
+        ("fa1 7.0: columns of O not traded", NEEDLE, VOLTA_MMA, "second ? got : first_half;", "first_half;"),
+        (
+            "fa1 7.0: dS not waited for",
+            RULE,
+            VOLTA_BWD,
+            "block_barrier();  // dS is there, and nobody reads Q and dO any more",
+            "",
+            True,
+        ),
+        (
+            "fa1 7.0: dS of keys that nobody sees stays",
+            BWD_MASK,
+            VOLTA_BWD,
+            "      } else {\n",
+            "      } else if (work.keys.rows < 0) {\n",
+        ),
+        (
+            "fa1 7.0: turns in any order",
+            SAME_BITS,
+            VOLTA_BWD,
+            "wait_for_value(turns, turn);",
+            "(void)turn;",
+        ),
+        (
+            "fa1 7.0: keys past the end see queries",
+            RULE,
+            VOLTA_BWD_TILE,
+            "j >= keys.seqlen_k ? 1 << 30 :",
+            "",
+        ),
         (
             "dS not waited for",
             RULE,
@@ -354,6 +407,6 @@ MUTANTS = [
     ]
 ]
 CONTROLS = [
-    Mutant(f"control of {backend}", "", file, "", "")
-    for backend, file in {"fa1": LOAD1, "fa2": SHARE, "fa3": WIDE}.items()
+    Mutant(f"control of {kernels}", "", file, "", "")
+    for kernels, file in {"fa1": LOAD1, "fa1 for 7.0": VOLTA_BWD, "fa2": SHARE, "fa3": WIDE}.items()
 ]

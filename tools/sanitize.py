@@ -9,8 +9,8 @@
 Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
 copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
 racecheck knows no TMA and no wgmma: fa3 is left to the jitter build (tests/README.md). initcheck does not
-see what a bulk copy writes to global memory, fa3's sums of dQ: its gradients are left to the guard band tests, whose
-workspace is full of NaN.
+see what a bulk copy writes to global memory, fa3's sums of dQ: its gradients are left to the guard band
+tests, whose workspace is full of NaN.
 """
 
 import argparse

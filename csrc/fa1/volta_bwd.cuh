@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     block_barrier();  // the tile before has left shared memory
     if (threadIdx.x == 0) {
       next = params.next_tile ? atomicAdd(params.next_tile, 1u) : next + gridDim.x;
-      if (next / Traits::kParts < params.key_tiles.num_tiles)
-        find_bwd_work<Traits>(params, next / Traits::kParts, work);
-      if (Traits::kModified && work.keys.sequence >= 0)
+      const bool found = next / Traits::kParts < params.key_tiles.num_tiles;
+      if (found) find_bwd_work<Traits>(params, next / Traits::kParts, work);
+      if (Traits::kModified && found && work.keys.sequence >= 0)
         modifiers[0] = head_modifier(params, work, 0);
       added = -1;
     }

@@ -1,8 +1,8 @@
 """Runs the GPU suite in several processes side by side, for one alone waits for Python most of the time.
 
-  python tests/gpu/run.py [-j N] [pytest's arguments]
+  python tests/gpu/run.py [-j N] [--package FOLDER] [pytest's arguments]
 
-Each process takes every N-th test (`--part` of conftest.py) on one of the GPUs here, in turn. The exit code is
+FOLDER holds another build of the package, such as build/volta. Each process takes every N-th test (`--part` of conftest.py) on one of the GPUs here, in turn. The exit code is
 the worst of theirs.
 """
 
@@ -25,7 +25,10 @@ def main() -> int:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = shown.split(",") if shown else [str(i) for i in range(max(1, torch.cuda.device_count()))]
     parser.add_argument("-j", type=int, default=max(1, min(12 * len(gpus), (os.cpu_count() or 1) - 2)))
+    parser.add_argument("--package", default=ROOT, type=Path)
     options, pytest_args = parser.parse_known_args()
+    if not (options.package / "flash_ext").is_dir():
+        parser.error(f"{options.package} holds no flash_ext")
     start, parts = time.monotonic(), []
     for part in range(options.j):
         command = [sys.executable, "-m", "pytest", str(ROOT / "tests/gpu"), "-m", "gpu", "-q", *pytest_args]
@@ -33,7 +36,10 @@ def main() -> int:
         mine = gpus[part % len(gpus) :] + gpus[: part % len(gpus)]  # its own first
         environment = os.environ | {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ",".join(mine)}
         output = tempfile.TemporaryFile("w+")
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        # Run in its folder, Python finds that package before any other.
+        process = subprocess.Popen(
+            command, cwd=options.package, env=environment, stdout=output, stderr=output
+        )
         parts.append((process, output))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     codes = []
