@@ -95,8 +95,9 @@ def calls(group: str) -> None:
 def watched(tool: str, group: str) -> str:
     """What the names of the kernels contain that a tool watches.
 
-    In fa2's forward above 128 columns warps meet in pairs, each pair as often as its rows need. racecheck then
-    loses the block's barriers too: it reports what one thread writes before __syncthreads() and all read behind.
+    In fa2's forward above 128 columns warps meet in pairs, each pair as often as its rows need. racecheck
+    then loses the block's barriers too: it reports what one thread writes before __syncthreads() and all
+    read behind.
     """
     in_pairs = group.startswith("fa2") and group.endswith(("-192", "-256"))
     return "bwd_kernel" if tool == "racecheck" and in_pairs else "flash_ext"
@@ -110,7 +111,7 @@ def watch(job: tuple[str, str]) -> dict:
         f"--tool={tool}",
         "--print-limit=20",
         *TOOLS[tool],
-        "--kernel-regex=kns=flash_ext",
+        f"--kernel-name=kns={watched(tool, group)}",
     ]
     command += [sys.executable, __file__, "--calls", group]
     start = time.monotonic()
