@@ -24,7 +24,7 @@ from planted_faults import CONTROLS, MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/mutants"
-TOO_LONG = 150  # seconds for a test, where a fault may make a kernel wait for ever
+TOO_LONG = 60  # seconds for a test, where a fault may make a kernel wait for ever
 
 
 def slug(name: str) -> str:

@@ -83,7 +83,6 @@ MUTANTS = [
     for row in [
         ("no wait for loads", NEEDLE, KEYS, "cp_async_wait<Traits::kStages - 2>();", ""),
         ("no barrier behind loads", NEEDLE, KEYS, "block_barrier();  // everybody's is, and", "//", True),
-        ("no wait for V", NEEDLE, KEYS, "cp_async_wait<0>();  // this thread's part of V", ""),
         (
             "the other's P not waited for",
             NEEDLE,
@@ -116,7 +115,6 @@ MUTANTS = [
         ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
         ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
         ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
-        ("fa3: no wait for V", NEEDLE, FWD3, "    wait_v(block - 1);\n    if", "    if", True),
         ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", ""),
         (
             "fa3: K freed by one warp group alone",
