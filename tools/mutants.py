@@ -3,7 +3,7 @@
   python tools/mutants.py build [NAME ...]   build/mutants/NAME/flash_ext, with a few kernels; needs no GPU
   python tools/mutants.py run [NAME ...]     on a GPU: the named test of each must fail
   python tools/mutants.py jitter             build/jitter/flash_ext: no fault, but late waits; of one type
-  python tools/mutants.py volta              build/volta/flash_ext: fa1's kernels for 7.0, no fault
+  python tools/mutants.py volta              build/volta, build/volta-jitter: both of fa1's kernels for 7.0
 
 FLASH_EXT_CUDA_ARCHS defaults to "75;90;90a"; kernels for 7.0 are made by tools/volta/bin/nvcc. A "control" is
 the unchanged source, which must pass every named test of its backend.
@@ -112,6 +112,7 @@ def main() -> int:
     elif mode == "volta":
         unchanged = next(control for control in CONTROLS if control.is_volta)
         build(ROOT / "build/volta", unchanged, ["fa1"])
+        build(ROOT / "build/volta-jitter", unchanged._replace(late=True), ["fa1"])
     elif mode == "build":
         for mutant in wanted:
             print(mutant.name, flush=True)
