@@ -77,7 +77,8 @@ inline const BwdInstance* BwdTable::find(const Problem& p) const {
 
 // Tiles of keys, blocks that many queries see first. Lanes whose Q, dO and sums of dQ share half of
 // the L2 are worked on side by side; deterministic, where the tiles of a lane follow each other by
-// a block, at least so many that eight tiles of each are.
+// a block, at least so many that eight tiles of each are, or three where causal lanes are short: a
+// tile then has few blocks to make up for what it waited at first.
 inline TileScheduler make_key_tiles(const Problem& p, const BwdInstance& instance) {
   TileScheduler tiles{};
   const int seqlen_k = padded_length(p.packed_k, p.total_k, p.batch), block_n = instance.block_n;
@@ -88,8 +89,9 @@ inline TileScheduler make_key_tiles(const Problem& p, const BwdInstance& instanc
   const int64_t lane_bytes =
       std::max<int64_t>(rows_q, 1) * (p.nheads / std::max(p.nheads_k, 1)) * instance.head_dim * 8;
   int64_t group = p.device.l2_bytes / 2 / std::max<int64_t>(lane_bytes, 1);
+  const bool is_short = p.window_right >= 0 && tiles.m_slots <= 32;
   if (p.deterministic)
-    group = std::max<int64_t>(group, p.device.sm_count * instance.ctas_per_sm / 8);
+    group = std::max<int64_t>(group, p.device.sm_count * instance.ctas_per_sm / (is_short ? 3 : 8));
   tiles.lanes_per_group =
       static_cast<int>(std::clamp<int64_t>(group, 1, std::max<int64_t>(tiles.lanes, 1)));
   tiles.num_tiles = p.total_k == 0 ? 0 : int64_t{tiles.m_slots} * tiles.lanes;
