@@ -20,6 +20,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def end_early(*_) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice: to the process and to its group
+    sys.exit(1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -41,7 +46,7 @@ def main() -> int:
             command, cwd=options.package, env=environment, stdout=output, stderr=output
         )
         parts.append((process, output))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, end_early)
     codes = []
     try:
         codes += (process.wait() for process, _ in parts)
