@@ -63,6 +63,19 @@ bool is_aligned(const Strides& stride, const Extent& of) {
          (of.heads <= 1 || stride.head % 8 == 0);
 }
 
+// About `size` of `lanes` things in a group, so that the last group is whole, or nearly.
+int64_t even_group(int64_t lanes, int64_t size) {
+  int64_t best = size, best_cost = lanes;
+  for (int64_t off = 0; off < best_cost; ++off) {
+    for (const int64_t group : {size + off, size - off}) {
+      if (group < 1 || group > lanes) continue;
+      const int64_t missing = (group - lanes % group) % group;
+      if (off + missing < best_cost) best = group, best_cost = off + missing;
+    }
+  }
+  return best;
+}
+
 // Blocks of keys. The first have the most queries where the mask is causal, and with
 // `deterministic` they add to dQ in this order.
 TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
@@ -71,7 +84,13 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
                                    : (keys(p).rows + instance.block_n - 1) / instance.block_n;
   scheduler.m_slots = static_cast<int>(slots);
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
-  scheduler.lanes_per_group = 1;
+  // With `deterministic` a block of keys follows the one before at the distance of an addition to
+  // dQ: so as many heads side by side as CTAs have room for twice over, that blocks begin about
+  // when they may add.
+  const int64_t side_by_side =
+      p.deterministic ? 2 * p.device.sm_count / std::max<int64_t>(1, slots) : 1;
+  scheduler.lanes_per_group =
+      std::clamp<int64_t>(side_by_side, 1, std::max<uint32_t>(1, scheduler.lanes));
   if (p.window_right >= 0 && scheduler.lanes > 0) {
     // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
     // many that the last group's tiles outlast its first one, the longest: n tiles of a head have
@@ -81,8 +100,7 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
     const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
     const int64_t outlast = 2 * p.device.sm_count / (slots + 1) + 1;
     const int64_t most = std::clamp<int64_t>(std::max(shared, outlast), 1, scheduler.lanes);
-    const int64_t groups = (scheduler.lanes + most - 1) / most;
-    scheduler.lanes_per_group = static_cast<uint32_t>((scheduler.lanes + groups - 1) / groups);
+    scheduler.lanes_per_group = static_cast<uint32_t>(even_group(scheduler.lanes, most));
   }
   scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
   return scheduler;
