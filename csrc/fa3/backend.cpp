@@ -1,5 +1,6 @@
 // The table of fa3: what it can run, which instance runs it, and the call.
 #include <algorithm>
+#include <cmath>
 
 #include "device/host.h"
 #include "fa3/backward.h"
@@ -111,6 +112,8 @@ Status plan(const Problem* problem, Plan* plan) {
 Status make_params(const Problem& p, const FwdTensors& t, const Instance& instance,
                    FwdParams* params) {
   fill_params(p, t, instance.block_m, *params);
+  // Rounded down, so that a power that fits is no larger than kMaxGrowth (device/softmax.cuh).
+  params->score_slack = std::nextafter(8 / params->score_scale_log2, 0.f);
   params->out = t.out, params->out_stride = p.out, params->head_dim_v = p.head_dim_v;
   const bool bf16 = p.dtype == static_cast<int32_t>(DType::kBFloat16);
   const Extent q = queries(p), kv = keys(p);

@@ -200,7 +200,8 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
   ++block;
   modify(first, work, n);
   if (n >= range.full_max || n < range.full_min) mask(first, work, n);
-  softmax.step(first, params.score_scale_log2, rescale);
+  softmax.raise(first, params.score_scale_log2, rescale);
+  softmax.exponentiate(first, params.score_scale_log2);
   drop_some(first, work, n);
   round_p(p, first);
 
@@ -223,7 +224,11 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     release(barriers.k_empty[Ring(block).stage]);
     modify(s, work, n);
     if constexpr (decltype(masked)::value) mask(s, work, n);
-    softmax.step(s, params.score_scale_log2, rescale);
+    // A maximum that grew is seldom: whether one did takes less than the maxima themselves.
+    const bool raised =
+        !Traits::kLooksFirst || __any_sync(0xffffffffu, softmax.outgrown(s, params.score_slack));
+    if (raised) softmax.raise(s, params.score_scale_log2, rescale);
+    softmax.exponentiate(s, params.score_scale_log2);
     drop_some(s, work, n);
     wgmma_wait<0>();
     wgmma_own(o);
@@ -231,7 +236,8 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     release(barriers.v_empty[Ring(block - 1).stage]);
     ++block;
     round_p(p, s);
-    if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_rows(o, rescale);
+    if (raised && __any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f))
+      rescale_rows(o, rescale);
   };
   --n;
   // The values of a short block are a masked step's: other steps have no branch between their MMAs.

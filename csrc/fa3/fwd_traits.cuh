@@ -24,6 +24,9 @@ struct FwdTraits {
   // loops than its neighbour's run then: at smaller head dims that loses more than it saves (the
   // instruction cache, it seems).
   static constexpr int kFewKeys = kHeadDimV == 256 && !kModified ? 32 : kBlockN;
+  // Whether maxima are computed only when a score has outgrown one. At 256, and beside what
+  // modified scores need, the registers do not suffice for that branch.
+  static constexpr bool kLooksFirst = kHeadDimV < 256 && !kModified;
   static constexpr int kConsumers = kBlockM / 64;  // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
