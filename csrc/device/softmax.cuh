@@ -13,8 +13,8 @@ namespace flash_ext::device {
 // be rescaled. P is as exact as before, and float16 holds it.
 constexpr float kMaxGrowth = 8.f;
 
-// The state of this lane's two rows. Of each block: raise, which may be left out when no score has
-// outgrown its maximum; then exponentiate.
+// The state of this lane's two rows. Of each block, or of each part of one, scores [kFrom, kTo) of
+// a lane: raise, which may be left out when no score has outgrown its maximum; then exponentiate.
 struct Softmax {
   static constexpr float kUnset = -3.402823466e38f;  // no key was seen yet: the smallest float
 
@@ -31,28 +31,29 @@ struct Softmax {
   // Whether a score of this lane may be above its row's maximum by more than `slack`, which is
   // kMaxGrowth as a raw score. As integers, of which one instruction compares three: the order of
   // negative floats is reversed then, but they stay below a limit that is not negative itself.
-  template <int kCount>
+  template <int kFrom, int kTo, int kCount>
   __device__ __forceinline__ bool outgrown(const float (&s)[kCount], float slack) const {
     int limit[2], most[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       limit[half] = most[half] = __float_as_int(__fadd_rd(max[half], slack));
 #pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4)
+      for (int i = kFrom + 2 * half; i < kTo; i += 4)
         most[half] = __vimax3_s32(most[half], __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
     return most[0] > limit[0] || most[1] > limit[1] || (limit[0] | limit[1]) < 0;
   }
 
-  // Maxima follow the scores. O must be multiplied by rescale.
-  template <int kCount>
+  // Maxima follow the scores. O must be multiplied by rescale, and P of earlier parts.
+  template <int kFrom, int kTo, int kCount>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2,
                                         float (&rescale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float row_max = max[half];
 #pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) row_max = fmaxf(row_max, fmaxf(s[i], s[i + 1]));
+      for (int i = kFrom + 2 * half; i < kTo; i += 4)
+        row_max = fmaxf(row_max, fmaxf(s[i], s[i + 1]));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
       if ((row_max - max[half]) * scale_log2 <= kMaxGrowth) row_max = max[half];
@@ -63,10 +64,10 @@ struct Softmax {
   }
 
   // Scores become probabilities relative to the maxima, and join the sums.
-  template <int kCount>
+  template <int kFrom, int kTo, int kCount>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount], float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
+    for (int i = kFrom; i < kTo; i += 2) {
       const int half = i / 2 % 2;
       s[i] = exp2_approx(s[i] * scale_log2 - shift(max[half], scale_log2));
       s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - shift(max[half], scale_log2));
