@@ -160,6 +160,17 @@ def test_plans_of_fa3():
     assert plan.workspace_bytes > 0, "the last tile of a head is short"
     plan = flash_ext.plan(*halves(head_dim=96), device="sm_90", version="fa3")
     assert plan.tile == (128, 160)
+    for seqlen, causal, block_n in (
+        (2048, False, 128),
+        (2049, False, 176),
+        (8192, False, 176),
+        (2049, True, 128),
+        (8192, True, 176),
+    ):
+        plan = flash_ext.plan(*halves(seqlen=seqlen), device="sm_90", version="fa3", causal=causal)
+        assert plan.tile == (128, block_n) and ("blocks of 176 keys" in plan.why) == (block_n == 176)
+    window = flash_ext.plan(*halves(seqlen=8192), device="sm_90", version="fa3", window_left=1024)
+    assert window.tile == (128, 128)
     plan = flash_ext.plan(*halves(head_dim=63), device="sm_90", version="fa3")
     assert plan.tile == (192, 128), "63 columns are padded to 64"
     rows = torch.empty(0, 2, 64, dtype=torch.bfloat16, device="meta")

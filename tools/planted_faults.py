@@ -113,7 +113,7 @@ MUTANTS = [
         ),
         ("passing scores overlooked", NUMBERS, LAZY, "signs &= __float", "if (i != 5) signs &= __float"),
         ("scores not brought down", NUMBERS, LAZY, "s[i] -= up, s[i + 1] -= up", "s[i] -= up"),
-        ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] * rescale[half]", "sum[half]"),
+        ("fa3: sum not rescaled", NUMBERS, SOFTMAX, "sum[half] *= rescale[half];", ""),
         ("fa3: no wait for K", NEEDLE, FWD3, "    wait_k();\n    wait_turn();", "    wait_turn();", True),
         ("fa3: no wait for Q", NEEDLE, FWD3, "  wait_q();\n", ""),
         (

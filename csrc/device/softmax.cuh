@@ -13,45 +13,73 @@ namespace flash_ext::device {
 // be rescaled. P is as exact as before, and float16 holds it.
 constexpr float kMaxGrowth = 8.f;
 
-// The state of this lane's two rows.
+// The state of this lane's two rows. Of each block, or of each part of one, scores [kFrom, kTo) of
+// a lane: raise, which may be left out when no score has outgrown its maximum; then exponentiate.
 struct Softmax {
+  static constexpr float kUnset = -3.402823466e38f;  // no key was seen yet: the smallest float
+
   float max[2];  // of raw scores, at most kMaxGrowth below the true one; the same in a quad
   float sum[2];  // this lane's part, relative to max
 
   // A sink is a score without a value: one more exp(sink) in the sum.
   __device__ __forceinline__ void start(bool has_sink, float sink_score) {
     const bool counts = has_sink && sink_score > -INFINITY;
-    max[0] = max[1] = counts ? sink_score : -INFINITY;
+    max[0] = max[1] = counts ? sink_score : kUnset;
     sum[0] = sum[1] = counts && threadIdx.x % 4 == 0 ? 1.f : 0.f;
   }
 
-  // Scores become probabilities relative to the running maximum. O must be multiplied by rescale.
-  template <int kCount>
-  __device__ __forceinline__ void step(float (&s)[kCount], float scale_log2, float (&rescale)[2]) {
+  // Whether a score of this lane may be above its row's maximum by more than `slack`, which is
+  // kMaxGrowth as a raw score. As integers, of which one instruction compares three: the order of
+  // negative floats is reversed then, but they stay below a limit that is not negative itself.
+  template <int kFrom, int kTo, int kCount>
+  __device__ __forceinline__ bool outgrown(const float (&s)[kCount], float slack) const {
+    int limit[2], most[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      limit[half] = most[half] = __float_as_int(__fadd_rd(max[half], slack));
+#pragma unroll
+      for (int i = kFrom + 2 * half; i < kTo; i += 4)
+        most[half] = __vimax3_s32(most[half], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    }
+    return most[0] > limit[0] || most[1] > limit[1] || (limit[0] | limit[1]) < 0;
+  }
+
+  // Maxima follow the scores. O must be multiplied by rescale, and P of earlier parts.
+  template <int kFrom, int kTo, int kCount>
+  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2,
+                                        float (&rescale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float row_max = max[half];
 #pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) row_max = fmaxf(row_max, fmaxf(s[i], s[i + 1]));
+      for (int i = kFrom + 2 * half; i < kTo; i += 4)
+        row_max = fmaxf(row_max, fmaxf(s[i], s[i + 1]));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
       row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
       if ((row_max - max[half]) * scale_log2 <= kMaxGrowth) row_max = max[half];
-      // A row that has seen no key keeps the maximum -inf: any finite shift makes its P zero.
-      // The products are rounded, and upwards: P and O are then relative to one and the same shift
-      // (fused, a maximum that stays would rescale by a little more or less than 1 at every block),
-      // and no P is above 2^kMaxGrowth, however large the scores.
-      const float shift = row_max == -INFINITY ? 0.f : __fmul_ru(row_max, scale_log2);
-      rescale[half] = exp2_approx(__fmul_ru(max[half], scale_log2) - shift);
+      rescale[half] = exp2_approx(shift(max[half], scale_log2) - shift(row_max, scale_log2));
       max[half] = row_max;
-      float row_sum = sum[half] * rescale[half];
-#pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) {
-        s[i] = exp2_approx(s[i] * scale_log2 - shift);
-        s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - shift);
-        row_sum += s[i] + s[i + 1];
-      }
-      sum[half] = row_sum;
+      sum[half] *= rescale[half];
     }
+  }
+
+  // Scores become probabilities relative to the maxima, and join the sums.
+  template <int kFrom, int kTo, int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float scale_log2) {
+#pragma unroll
+    for (int i = kFrom; i < kTo; i += 2) {
+      const int half = i / 2 % 2;
+      s[i] = exp2_approx(s[i] * scale_log2 - shift(max[half], scale_log2));
+      s[i + 1] = exp2_approx(s[i + 1] * scale_log2 - shift(max[half], scale_log2));
+      sum[half] += s[i] + s[i + 1];
+    }
+  }
+
+  // What a maximum is as a power of two. The product is rounded, and upwards: P and O are then
+  // relative to one and the same shift (fused, a maximum that stays would rescale by a little more
+  // or less than 1 at every block), and no P is above 2^kMaxGrowth, however large the scores.
+  static __device__ __forceinline__ float shift(float max, float scale_log2) {
+    return __fmul_ru(max, scale_log2);
   }
 
   // Sums of whole rows, once at the end.

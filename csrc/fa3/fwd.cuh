@@ -27,7 +27,8 @@ template <typename Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   static constexpr int kS = Traits::kBlockN / 2,
-                       kO = Traits::kHeadDimV / 2;  // accumulator registers
+                       kO = Traits::kHeadDimV / 2,  // accumulator registers
+      kEarly = Traits::kEarlyScores;
 
   const FwdParams& params;
   const Smem<Traits>& smem;
@@ -146,6 +147,31 @@ struct Consumer {
     return const_cast<const Modifier&>(work.modifier);
   }
 
+  // Maxima follow scores [kFrom, kTo). One that grew is seldom: where kLooksFirst, whether one did
+  // is asked first. True when O is to be multiplied by rescale; `raised`: it was so before.
+  template <int kFrom, int kTo>
+  __device__ __forceinline__ bool follow(float (&s)[kS], float (&o)[kO], Softmax& softmax,
+                                         float (&rescale)[2], bool raised) const {
+    if (Traits::kLooksFirst) {
+      const bool outgrown = softmax.outgrown<kFrom, kTo>(s, params.score_slack);
+      if (__builtin_expect(!__any_sync(0xffffffffu, outgrown), 1)) return raised;
+    }
+    float more[2];
+    softmax.raise<kFrom, kTo>(s, params.score_scale_log2, more);
+#pragma unroll
+    for (int i = 0; i < kFrom; ++i) s[i] *= more[i / 2 % 2];
+    if constexpr (Traits::kRescalesAtOnce) {
+      wgmma_wait<0>();
+      wgmma_own(o);
+      rescale_rows(o, more);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        rescale[half] = raised ? rescale[half] * more[half] : more[half];
+    }
+    return !Traits::kRescalesAtOnce;
+  }
+
   // A block that only other groups' rows see: the turn and the buffers go on.
   __device__ __forceinline__ void pass_over() {
     wait_turn();
@@ -200,7 +226,8 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
   ++block;
   modify(first, work, n);
   if (n >= range.full_max || n < range.full_min) mask(first, work, n);
-  softmax.step(first, params.score_scale_log2, rescale);
+  softmax.raise<0, kFirstKeys / 2>(first, params.score_scale_log2, rescale);
+  softmax.exponentiate<0, kFirstKeys / 2>(first, params.score_scale_log2);
   drop_some(first, work, n);
   round_p(p, first);
 
@@ -223,15 +250,19 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     release(barriers.k_empty[Ring(block).stage]);
     modify(s, work, n);
     if constexpr (decltype(masked)::value) mask(s, work, n);
-    softmax.step(s, params.score_scale_log2, rescale);
+    bool raised = follow<0, kEarly>(s, o, softmax, rescale, false);
+    softmax.exponentiate<0, kEarly>(s, params.score_scale_log2);
+    if constexpr (kEarly < kS) raised = follow<kEarly, kS>(s, o, softmax, rescale, raised);
     drop_some(s, work, n);
     wgmma_wait<0>();
     wgmma_own(o);
     wgmma_own(s);  // P is rounded into the registers that the MMA has read
+    softmax.exponentiate<kEarly, kS>(s, params.score_scale_log2);
     release(barriers.v_empty[Ring(block - 1).stage]);
     ++block;
     round_p(p, s);
-    if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_rows(o, rescale);
+    if (raised && __any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f))
+      rescale_rows(o, rescale);
   };
   --n;
   // The values of a short block are a masked step's: other steps have no branch between their MMAs.

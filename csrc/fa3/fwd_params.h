@@ -29,6 +29,7 @@ struct FwdParams {
   int top_left, window_left, window_right;
   float softmax_scale;
   float score_scale, score_scale_log2;  // of what the softmax sees: 1 when scores are modified
+  float score_slack;                    // what a maximum may grow by and stay, as such a score
   device::ScoreOptions score_options;
 };
 

@@ -24,6 +24,16 @@ struct FwdTraits {
   // loops than its neighbour's run then: at smaller head dims that loses more than it saves (the
   // instruction cache, it seems).
   static constexpr int kFewKeys = kHeadDimV == 256 && !kModified ? 32 : kBlockN;
+  // Whether maxima are computed only when a score has outgrown one. At 256, and beside what
+  // modified scores need, the registers do not suffice for that branch; at 192 it gains nothing.
+  static constexpr bool kLooksFirst = kHeadDimV < 192 && !kModified;
+  // Of a lane's scores of a block, those that become probabilities before the last O += P V is
+  // waited for: all, or at 128 the first part, for the compiler moves the wait up to the branch
+  // between the two. And whether O is rescaled in that branch, or behind the exponentials, which is
+  // slower in wide blocks.
+  static constexpr bool kInParts = kHeadDim == 128 && !kModified;
+  static constexpr int kEarlyScores = !kInParts ? kBlockN / 2 : kBlockN > 128 ? 40 : 32;
+  static constexpr bool kRescalesAtOnce = kInParts && kBlockN > 128;
   static constexpr int kConsumers = kBlockM / 64;  // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;
@@ -36,6 +46,7 @@ struct FwdTraits {
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static_assert(kBlockM % 64 == 0 && kConsumers >= 2 && kConsumers <= 3,
                 "a warp group owns 64 queries");
+  static_assert(kEarlyScores == kBlockN / 2 || !kModified, "dropout follows all exponentials");
   static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "O is written 32 columns at a time");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
