@@ -169,7 +169,7 @@ def test_plans_of_fa3():
     ):
         plan = flash_ext.plan(*halves(seqlen=seqlen), device="sm_90", version="fa3", causal=causal)
         assert plan.tile == (128, block_n) and ("blocks of 176 keys" in plan.why) == (block_n == 176)
-    window = flash_ext.plan(*halves(seqlen=8192), device="sm_90", version="fa3", window_left=1024)
+    window = flash_ext.plan(*halves(seqlen=8192), device="sm_90", version="fa3", window_size=(1024, -1))
     assert window.tile == (128, 128)
     plan = flash_ext.plan(*halves(head_dim=63), device="sm_90", version="fa3")
     assert plan.tile == (192, 128), "63 columns are padded to 64"
