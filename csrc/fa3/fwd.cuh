@@ -351,23 +351,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __shared__ Barriers<Traits> barriers;
   const Smem<Traits> smem((smem_address(dynamic) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 4 * Traits::kConsumers;
-    for (int stage = 0; stage < Traits::kQStages; ++stage) {
-      mbarrier_init(smem_address(&barriers.q_full[stage]), 1);
-      mbarrier_init(smem_address(&barriers.q_empty[stage]), kWarps);
-    }
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      mbarrier_init(smem_address(&barriers.k_full[stage]), 1);
-      mbarrier_init(smem_address(&barriers.k_empty[stage]), kWarps);
-      mbarrier_init(smem_address(&barriers.v_full[stage]), 1);
-      mbarrier_init(smem_address(&barriers.v_empty[stage]), kWarps);
-    }
-    for (int stage = 0; stage < kTilesAhead; ++stage) {
-      mbarrier_init(smem_address(&barriers.tiles[stage].full), 1);
-      mbarrier_init(smem_address(&barriers.tiles[stage].empty), kWarps + 1);
-    }
-    mbarrier_init(smem_address(&barriers.almost_loaded), 1);
-    mbarrier_init_fence();
+    barriers.init();
     tma_prefetch_map(params.q);
     tma_prefetch_map(params.k);
     tma_prefetch_map(params.v);

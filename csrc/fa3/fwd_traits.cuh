@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device/mask.cuh"
+#include "device/mbarrier.cuh"
 #include "device/modify.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -88,6 +89,19 @@ struct Barriers {
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t almost_loaded;  // the loads of a tile near their end: the next one is to be found
   TileSlot tiles[kTilesAhead];
+
+  __device__ __forceinline__ void init() {
+    constexpr int kWarps = 4 * Traits::kConsumers;
+    auto init = [](uint64_t& barrier, int arrivals) {
+      mbarrier_init(smem_address(&barrier), arrivals);
+    };
+    for (int i = 0; i < Traits::kQStages; ++i) init(q_full[i], 1), init(q_empty[i], kWarps);
+    for (int i = 0; i < Traits::kStages; ++i) init(k_full[i], 1), init(k_empty[i], kWarps);
+    for (int i = 0; i < Traits::kStages; ++i) init(v_full[i], 1), init(v_empty[i], kWarps);
+    for (TileSlot& slot : tiles) init(slot.full, 1), init(slot.empty, kWarps + 1);
+    init(almost_loaded, 1);
+    mbarrier_init_fence();
+  }
 };
 
 }  // namespace flash_ext::fa3
