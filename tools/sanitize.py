@@ -147,8 +147,6 @@ def main() -> int:
         return 0
     import bed
 
-    from bench import machine
-
     wanted = (kernel for kernel in bed.KERNELS if any(text in str(kernel) for text in options.texts))
     groups = dict.fromkeys(group_of(kernel) for kernel in wanted)
     jobs = [
@@ -159,6 +157,8 @@ def main() -> int:
     ]
     with ThreadPoolExecutor(options.j) as pool:
         results = list(pool.map(watch, jobs))
+    from bench import machine
+
     head = machine.header("sanitizer", "cuda")
     version = subprocess.run([compute_sanitizer(), "--version"], capture_output=True, text=True).stdout
     head["kernels"] = " or ".join(options.texts) or "all"
