@@ -119,7 +119,7 @@ def floors_of(
 
     A score's rounding is relative to |q||k|; out and dv are sums of terms of either sign, in float32 at least.
     P is rounded to the inputs' type before it meets V: of n equal ones the errors add up to 0.3 / sqrt(n) roundings
-    of v, where a short row of the baseline may have been lucky.
+    of v, and where a row of out has a few columns only, the baseline may have been lucky in all of a block.
     mma.sync kernels begin the sum of a score at minus a reference, which lies 8 powers of two above the largest
     score, and tensor cores cut off what each addition rounds, every 8 columns: half a digit, always down.
     In dS = P (dP - delta) the difference may vanish (a single key), and delta comes from the rounded out.
@@ -130,7 +130,8 @@ def floors_of(
     scale = options.get("softmax_scale") or inputs["q"].shape[-1] ** -0.5
     score = scale * longest_row(inputs["q"]) * longest_row(inputs["k"])
     noise = fine * (2 + score / 2)  # relative, of a probability
-    p_rounding = 0.3 * coarse / max(1, keys_of(inputs, options)) ** 0.5
+    few_columns = inputs["v"].shape[-1] < 8
+    p_rounding = 0.3 * coarse / max(1, keys_of(inputs, options)) ** 0.5 if few_columns else 0.0
     floors = {"out": (noise + p_rounding) * largest["v"], "lse": 2 * fine * score}
     if dtype.itemsize == 2:
         floors["lse"] += fine * 8 * math.log(2) * (1 + inputs["q"].shape[-1] / 32)
