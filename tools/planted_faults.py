@@ -10,6 +10,7 @@ class Mutant(NamedTuple):
     old: str  # stands there exactly once
     new: str
     late: bool = False  # with late waits: what a wait guards is usually there in time
+    hangs: bool = False  # its kernel waits for ever, which is how the test fails
 
     @property
     def backend(self) -> str:
@@ -271,6 +272,7 @@ MUTANTS = [
             "mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);\n  mbarrier_wait(",
             "if (work.range.min >= work.range.max) return void(++tiles);\n"
             "  mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);\n  mbarrier_wait(",
+            True,
             True,
         ),
         ("P not waited for", RULE, WIDE, "sync_all();  // P and dS", "//", True),
