@@ -84,24 +84,23 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
                                    : (keys(p).rows + instance.block_n - 1) / instance.block_n;
   scheduler.m_slots = static_cast<int>(slots);
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
-  // With `deterministic` a block of keys follows the one before at the distance of an addition to
-  // dQ: so as many heads side by side as CTAs have room for twice over, that blocks begin about
-  // when they may add.
-  const int64_t side_by_side =
-      p.deterministic ? 2 * p.device.sm_count / std::max<int64_t>(1, slots) : 1;
-  scheduler.lanes_per_group =
-      std::clamp<int64_t>(side_by_side, 1, std::max<uint32_t>(1, scheduler.lanes));
-  if (p.window_right >= 0 && scheduler.lanes > 0) {
+  const int64_t lanes = std::max<int64_t>(1, scheduler.lanes);
+  int64_t group = 1;
+  if (p.window_right >= 0) {
     // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
     // many that the last group's tiles outlast its first one, the longest: n tiles of a head have
     // the work of n / 2 longest ones.
     constexpr int64_t kL2Bytes = 32 << 20;
-    const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / scheduler.lanes;
+    const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / lanes;
     const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
     const int64_t outlast = 2 * p.device.sm_count / (slots + 1) + 1;
-    const int64_t most = std::clamp<int64_t>(std::max(shared, outlast), 1, scheduler.lanes);
-    scheduler.lanes_per_group = static_cast<uint32_t>(even_group(scheduler.lanes, most));
+    group = even_group(lanes, std::clamp<int64_t>(std::max(shared, outlast), 1, lanes));
+  } else if (p.deterministic) {
+    // A block of keys follows the one before at the distance of an addition to dQ: so as many heads
+    // side by side as CTAs have room for twice over, that blocks begin about when they may add.
+    group = std::clamp<int64_t>(2 * p.device.sm_count / std::max<int64_t>(1, slots), 1, lanes);
   }
+  scheduler.lanes_per_group = static_cast<uint32_t>(group);
   scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
   return scheduler;
 }

@@ -27,8 +27,8 @@ template <typename Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   static constexpr int kS = Traits::kBlockN / 2,
-                       kO = Traits::kHeadDimV / 2,  // accumulator registers
-      kEarly = Traits::kEarlyScores;
+                       kO = Traits::kHeadDimV / 2;  // accumulator registers
+  static constexpr int kEarly = Traits::kEarlyScores;
 
   const FwdParams& params;
   const Smem<Traits>& smem;
