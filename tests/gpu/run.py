@@ -2,8 +2,8 @@
 
   python tests/gpu/run.py [-j N] [--package FOLDER] [pytest's arguments]
 
-FOLDER holds another build of the package, such as build/volta. Each process takes every N-th test (`--part` of conftest.py) on one of the GPUs here, in turn. The exit code is
-the worst of theirs.
+FOLDER holds another build of the package, such as build/volta. Each process takes every N-th test (`--part` of
+conftest.py) on one of the GPUs here, in turn. The exit code is the worst of theirs.
 """
 
 import argparse
