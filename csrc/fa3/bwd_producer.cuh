@@ -50,11 +50,6 @@ __device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork
                                             work.keys.head * params.heads_per_kv + member);
 }
 
-// Blocks of queries that a block of keys meets, of all heads of the group.
-__device__ __forceinline__ int q_blocks(const BwdParams& params, const BwdWork& work) {
-  return max(0, work.range.max - work.range.min) * params.heads_per_kv;
-}
-
 // Calls f(m, member) for every block of queries that sees the keys, last first, and every head of
 // their group. The heads inside: CTAs of neighbouring keys, which see different numbers of blocks,
 // then go through the same ones at the same time, so that none waits long for another's addition to
@@ -73,7 +68,7 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
   constexpr int kSlabM = Traits::kBlockM * kSlabRowBytes, kSlabN = Traits::kBlockN * kSlabRowBytes;
   constexpr int kSlabs = slab_columns(Traits::kHeadDim) / kSlabColumns,
                 kSlabsV = slab_columns(Traits::kHeadDimV) / kSlabColumns;
-  uint32_t q_blocks = 0, do_blocks = 0, tiles_loaded = 0;  // where the rings stand
+  uint32_t blocks = 0, tiles_loaded = 0;  // where the rings stand
   for (uint32_t taken = 0;; ++taken) {
     const uint32_t tile = atomicAdd(params.next_tile, 1u);
     mbarrier_wait(smem_address(&barriers.tile_empty[taken % 2]), taken / 2 % 2 ^ 1);
@@ -85,8 +80,8 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     if (!has_rows<Traits>(work)) continue;  // for the others too
 
     auto load_q = [&](int m, int member) {
-      const uint32_t stage = q_blocks % Traits::kStages;
-      mbarrier_wait(smem_address(&barriers.q_empty[stage]), q_blocks / Traits::kStages % 2 ^ 1);
+      const uint32_t stage = blocks % Traits::kStages;
+      mbarrier_wait(smem_address(&barriers.q_empty[stage]), blocks / Traits::kStages % 2 ^ 1);
       const uint32_t full = smem_address(&barriers.q_full[stage]);
       mbarrier_arrive_expect(full, Traits::kQBytes + Traits::kRowBytes);
       const auto at = tma_at(params.q, work.batch_q, work.q_row, work.used_q, m * Traits::kBlockM,
@@ -98,11 +93,10 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
       const int64_t slot = q_slot<Traits>(params, work, m, member);
       bulk_load(smem.lse + stage * Traits::kRowBytes, params.rows.lse_log2 + slot * Traits::kBlockM,
                 Traits::kRowBytes, full);
-      ++q_blocks;
     };
     auto load_dout = [&](int m, int member) {
-      const uint32_t stage = do_blocks % Traits::kDoStages;
-      mbarrier_wait(smem_address(&barriers.do_empty[stage]), do_blocks / Traits::kDoStages % 2 ^ 1);
+      const uint32_t stage = blocks % Traits::kDoStages;
+      mbarrier_wait(smem_address(&barriers.do_empty[stage]), blocks / Traits::kDoStages % 2 ^ 1);
       const uint32_t full = smem_address(&barriers.do_full[stage]);
       mbarrier_arrive_expect(full, Traits::kDoBytes + Traits::kRowBytes);
       const auto at = tma_at(params.dout, work.batch_q, work.q_row, work.used_q,
@@ -114,7 +108,6 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
       const int64_t slot = q_slot<Traits>(params, work, m, member);
       bulk_load(smem.delta + stage * Traits::kRowBytes, params.rows.delta + slot * Traits::kBlockM,
                 Traits::kRowBytes, full);
-      ++do_blocks;
     };
 
     const BlockRange& range = work.range;
@@ -146,6 +139,7 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
     for_each_q_block(params, work, [&](int m, int member) {
       if (member > 0 || m < range.max - 1) load_q(m, member);
       load_dout(m, member);
+      ++blocks;
     });
   }
 }
@@ -195,10 +189,11 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Tr
   tma_store_wait();  // before shared memory goes
 }
 
-// When the consumers add dQ themselves: tells them when it is their turn, and others when it is
-// over.
+// When the consumers add dQ themselves: tells them when it is their turn for a slab, and others
+// when it is over.
 template <typename Traits>
-__device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<Traits>& barriers) {
+__device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<Traits>& barriers,
+                                           int slab) {
   uint32_t blocks = 0;
   for (uint32_t tile = 0;; ++tile) {
     mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
@@ -206,10 +201,11 @@ __device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<
     if (work.keys.head < 0) break;
     if (params.turns && has_rows<Traits>(work)) {
       for_each_q_block(params, work, [&](int m, int member) {
-        uint32_t* turn = params.turns + q_slot<Traits>(params, work, m, member);
+        const int64_t slot = q_slot<Traits>(params, work, m, member);
+        uint32_t* turn = params.turns + Traits::kSlabs * slot + slab;
         wait_for_turn(turn, blocks_before<Traits>(work, m));
-        mbarrier_arrive(smem_address(&barriers.turn_come));
-        mbarrier_wait(smem_address(&barriers.turn_over), blocks++ % 2);
+        mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
+        mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks++ % 2);
         pass_turn(turn);
       });
     }

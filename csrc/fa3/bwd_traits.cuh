@@ -116,7 +116,7 @@ struct BwdBarriers {
   uint64_t do_full[kDoStages], do_empty[kDoStages];
   uint64_t ds_full[kStages], ds_empty[kStages];
   uint64_t dq_full[kDqStages], dq_empty[kDqStages];
-  uint64_t turn_come, turn_over;  // bwd_wide.cuh: when the consumers may add dQ, and have
+  uint64_t turn_come[2], turn_over[2];  // bwd_wide.cuh: when the consumers may add dQ, and have
   uint64_t tile_full[2], tile_empty[2];
   BwdWork works[2];
 
@@ -131,7 +131,7 @@ struct BwdBarriers {
     for (int i = 0; i < kStages; ++i) init(q_full[i], 1), init(q_empty[i], kWarps);
     for (int i = 0; i < kDoStages; ++i) init(do_full[i], 1), init(do_empty[i], kWarps);
     for (int i = 0; i < kStages; ++i) init(ds_full[i], kWarps), init(ds_empty[i], kWarps);
-    init(turn_come, 1), init(turn_over, kWarps);
+    for (int i = 0; i < 2; ++i) init(turn_come[i], 1), init(turn_over[i], kWarps);
     for (int i = 0; i < kDqStages; ++i) init(dq_full[i], kWarps), init(dq_empty[i], 1);
     for (int i = 0; i < 2; ++i) {
       init(tile_full[i], 1), init(tile_empty[i], kWarps + Traits::kDqThreads);

@@ -2,9 +2,9 @@
 // a warp group's registers. See README.md for the schedule, drawn.
 //
 // A CTA owns a block of keys as in bwd.cuh, but here a warp group owns columns of dK, dV and dQ,
-// 64 or 128 of them: it accumulates dV^T += dO^T P and dK^T += Q^T dS, for which P and dS of all
-// keys of the block lie in shared memory. For S = Q K^T and dP = dO V^T the keys are dealt out
-// among the warp groups. There is no room to stage dQ: each thread adds its own fragments.
+// one or two slabs of 64: it accumulates dV^T += dO^T P and dK^T += Q^T dS, for which P and dS of
+// all keys lie in shared memory. For S = Q K^T and dP = dO V^T the keys are dealt out among the
+// warp groups. As much of a slab of dQ as there is room for is staged for bulk additions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,57 +13,10 @@
 #include "device/bwd_rows.cuh"
 #include "device/ptx.cuh"
 #include "fa3/bwd_producer.cuh"
+#include "fa3/bwd_wide_traits.cuh"
 #include "fa3/launch.h"
 
 namespace flash_ext::fa3 {
-
-template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_,
-          bool kModified_>
-struct BwdWideTraits {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // buckets
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr bool kModified = kModified_;  // softcap, ALiBi, dropout
-  static constexpr int kStages = 2, kDoStages = bwd_wide_do_stages(kHeadDim);
-  static constexpr int kConsumers = kHeadDim == 256 ? 2 : 3;
-  static constexpr int kDqStages = 1, kDqThreads = 1;  // who keeps turns: the consumers add dQ
-  static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kKvReaders = kConsumers;  // arrivals when K and V may go
-  static constexpr int kKBytes = kBlockN * kHeadDim * 2, kVBytes = kBlockN * kHeadDimV * 2;
-  static constexpr int kQBytes = kBlockM * kHeadDim * 2, kDoBytes = kBlockM * kHeadDimV * 2;
-  static constexpr int kPBytes = kBlockM * kBlockN * 2;      // of P, of dS
-  static constexpr int kRowBytes = kBlockM * 4;              // of lse, of delta
-  static constexpr int kKeys = kBlockN / kConsumers;         // whose scores a warp group computes
-  static constexpr int kSlabs = kHeadDim / 64 / kConsumers;  // of 64 columns that it owns
-  static constexpr int kSlabsV = kHeadDimV / 64 / kConsumers;
-  static constexpr int kSmemBytes = bwd_wide_smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN);
-  // They add up to what the launch gives the block: 168 x 384 or 128 x 512.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
-  static_assert(kSlabs <= 2, "dQ is added slab by slab");
-  static_assert(kBlockM == 64, "P and dS are one slab of 64 queries");
-  static_assert(kBlockN % 16 == 0 && kKeys % 8 == 0, "keys are dealt out in eights");
-  static_assert(!kModified || kKeys % 16 == 0, "dropout draws for 16 keys at a time");
-  static_assert(kHeadDim == 64 * kSlabs * kConsumers && kHeadDimV == 64 * kSlabsV * kConsumers,
-                "a warp group owns a number of slabs");
-  static_assert(kSmemBytes <= 232448, "a block has 227 KB");
-};
-
-template <typename Traits>
-struct BwdWideSmem {
-  uint32_t k, v, q, dout, p, ds, lse, delta;
-
-  __device__ __forceinline__ explicit BwdWideSmem(uint32_t base) {
-    k = base;
-    v = k + Traits::kKBytes;
-    q = v + Traits::kVBytes;
-    dout = q + Traits::kStages * Traits::kQBytes;
-    p = dout + Traits::kDoStages * Traits::kDoBytes;
-    ds = p + Traits::kStages * Traits::kPBytes;
-    lse = ds + Traits::kStages * Traits::kPBytes;
-    delta = lse + Traits::kStages * Traits::kRowBytes;
-  }
-};
 
 template <typename Traits>
 struct BwdWideConsumer {
@@ -113,30 +66,23 @@ struct BwdWideConsumer {
     wgmma_commit();
   }
 
-  // c += A^T B: this warp group's slabs of a (dO, Q), and b (P, dS) as rows of keys.
-  template <int kCount>
-  __device__ __forceinline__ void issue_gradient(float (&c)[kCount][kD], uint32_t a,
-                                                 uint32_t b) const {
-    own(c);
-    const uint64_t a_first = descriptor_mn_major(afresh(a + group * kCount * kSlabM), kSlabM);
+  // c += A^T B: a slab of a (dO, Q), and b (P, dS) as rows of keys.
+  __device__ __forceinline__ void issue_gradient(float (&c)[kD], uint32_t a, uint32_t b) const {
+    const uint64_t a_first = descriptor_mn_major(afresh(a), kSlabM);
     const uint64_t b_first = descriptor_k_major(afresh(b));
+    wgmma_own(c);
     wgmma_fence();
 #pragma unroll
     for (int m = 0; m < Traits::kBlockM / 16; ++m) {
-#pragma unroll
-      for (int slab = 0; slab < kCount; ++slab) {
-        wgmma_shared_mn_k<Element>(c[slab],
-                                   advance(a_first, slab * kSlabM + m * 16 * kSlabRowBytes),
-                                   advance(b_first, m * 32));
-      }
+      wgmma_shared_mn_k<Element>(c, advance(a_first, m * 16 * kSlabRowBytes),
+                                 advance(b_first, m * 32));
     }
     wgmma_commit();
   }
 
   // A slab of dQ = dS K.
   __device__ __forceinline__ void issue_dq(float (&c)[32], int slab) const {
-    const uint32_t ds = smem.ds + q_stage() * Traits::kPBytes,
-                   k = smem.k + (group * kSlabs + slab) * kSlabN;
+    const uint32_t ds = smem.ds, k = smem.k + (group * kSlabs + slab) * kSlabN;
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
                    b_first = descriptor_mn_major(afresh(k), kSlabN);
     wgmma_own(c);
@@ -176,27 +122,41 @@ struct BwdWideConsumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void differentiate(const BwdWork& work, float (&dk)[kSlabs][kD],
                                                 float (&dv)[kSlabsV][kD]);
+  template <bool kFirst>
   __device__ __forceinline__ void step(const BwdWork& work, int m, int member,
                                        float (&dk)[kSlabs][kD], float (&dv)[kSlabsV][kD]);
-  __device__ __forceinline__ void write_scores(const BwdWork& work, int m, int member);
-  __device__ __forceinline__ void add_dq(const BwdWork& work, int m, int member, int slab,
-                                         const float (&dq)[32]) const;
+  __device__ __forceinline__ void issue_rest(float (&dq)[32], float (&dk)[kSlabs][kD]) const;
+  __device__ __forceinline__ void write_p(const BwdWork& work, int m, int member, float (&s)[kS],
+                                          float (&dp)[kS], float (&delta)[2],
+                                          float (&dk)[kSlabs][kD]);
+  __device__ __forceinline__ void add_dq(const BwdWork& work, int m, int member, uint32_t block,
+                                         int slab, const float (&dq)[32]) const;
+  __device__ __forceinline__ void end_turn(int slab) const;
   template <int kCount>
   __device__ __forceinline__ void write_gradient(const BwdWork& work, const TensorMap& map,
                                                  uint32_t tile, const float (&c)[kCount][kD],
                                                  float scale) const;
 };
 
-// P and dS of this warp group's keys and one block of queries, to shared memory.
+// What the block of queries before has left: its second slab of dQ and of dK.
 template <typename Traits>
-__device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdWork& work, int m,
-                                                                      int member) {
+__device__ __forceinline__ void BwdWideConsumer<Traits>::issue_rest(float (&dq)[32],
+                                                                    float (&dk)[kSlabs][kD]) const {
+  const uint32_t q = smem.q + (q_stage() ^ 1) * Traits::kQBytes;
+  issue_dq(dq, 1);
+  issue_gradient(dk[1], q + (group * kSlabs + 1) * kSlabM, smem.ds);
+}
+
+// P of this warp group's keys and one block of queries, to shared memory; issues dP.
+template <typename Traits>
+__device__ __forceinline__ void BwdWideConsumer<Traits>::write_p(const BwdWork& work, int m,
+                                                                 int member, float (&s)[kS],
+                                                                 float (&dp)[kS], float (&delta)[2],
+                                                                 float (&dk)[kSlabs][kD]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float s[kS], dp[kS], lse[2], delta[2];
   const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
-  mbarrier_wait(smem_address(&barriers.q_full[q_stage()]), q_phase());  // Q, lse are there
-  issue_scores<Traits::kHeadDim>(s, smem.q + q_stage() * Traits::kQBytes, smem.k);
-  mbarrier_wait(smem_address(&barriers.do_full[do_stage()]), do_phase());  // dO, delta too
+  float lse[2];
+  mbarrier_wait(smem_address(&barriers.do_full[do_stage()]), do_phase());  // dO, delta are there
   issue_scores<Traits::kHeadDimV>(dp, smem.dout + do_stage() * Traits::kDoBytes, smem.v);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -205,12 +165,15 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdW
     delta[half] = ld_shared_float(smem.delta + do_stage() * Traits::kRowBytes + at);
   }
 
-  wgmma_wait<0>();  // S and dP
+  wgmma_wait<1>();  // S, and dK of the block before
   wgmma_own(s);
-  wgmma_own(dp);
+  own(dk);
+  if (m < work.range.max - 1 || member > 0) release(barriers.q_empty[q_stage() ^ 1]);
   const int key = work.keys.block * Traits::kBlockN + group * Traits::kKeys;
   uint64_t kept = 0;
   if constexpr (Traits::kModified) {
+    wgmma_wait<0>();
+    wgmma_own(dp);
     const TilePlace at{m * Traits::kBlockM + row - lane / 4, key, work.seen_by.visible().offset};
     kept = modify_gradients<false>(s, dp, modifier_of(work, member, slope), at, [&](int) {
       return make_float4(delta[0], delta[0], delta[1], delta[1]);
@@ -228,63 +191,101 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_scores(const BwdW
     for (int i = 0; i < kS; ++i) dp[i] *= s[i];
     drop(s, kept);
   }
-  // The other stage of P and dS may still be read: by the products of the block before.
-  const uint32_t stage = q_stage() * Traits::kPBytes;
-  write_transposed(smem.p + stage, group * Traits::kKeys, s, 1.f);
-#pragma unroll
-  for (int i = 0; i < kS && !Traits::kModified; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
-  write_transposed(smem.ds + stage, group * Traits::kKeys, dp, 1.f);
+  if (blocks > 0) {  // dV of the block before has read P, of all warp groups
+    const uint32_t before = blocks - 1;
+    mbarrier_wait(smem_address(&barriers.do_empty[before % Traits::kDoStages]),
+                  before / Traits::kDoStages % 2);
+  }
+  write_transposed(smem.p, group * Traits::kKeys, s, 1.f);
   async_proxy_fence();
 }
 
-// One block of queries of a head of the group.
+// One block of queries of a head of the group, but for the second slab of its dQ and dK, which the
+// next step adds: so the additions, which take half of a step, begin half a step apart.
 template <typename Traits>
+template <bool kFirst>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::step(const BwdWork& work, int m,
                                                               int member, float (&dk)[kSlabs][kD],
                                                               float (&dv)[kSlabsV][kD]) {
-  write_scores(work, m, member);
-  sync_all();  // P and dS of all keys are written
-  float dq[32];
-  issue_gradient(dv, smem.dout + do_stage() * Traits::kDoBytes,
-                 smem.p + q_stage() * Traits::kPBytes);
+  float s[kS], dp[kS], dq[32], delta[2];
+  mbarrier_wait(smem_address(&barriers.q_full[q_stage()]), q_phase());  // Q, lse are there
+  issue_scores<Traits::kHeadDim>(s, smem.q + q_stage() * Traits::kQBytes, smem.k);
+  if constexpr (!kFirst && kSlabs == 2) {
+    issue_rest(dq, dk);
+    wgmma_wait<1>();  // S, and dQ
+    wgmma_own(s);
+    wgmma_own(dq);
+    end_turn(0);
+    const bool same = member > 0;
+    add_dq(work, same ? m : m + 1, (same ? member : params.heads_per_kv) - 1, blocks - 1, 1, dq);
+  }
+  write_p(work, m, member, s, dp, delta, dk);
+  sync_all();  // P of all keys is written, and nobody reads dS any more
+  const uint32_t dout = smem.dout + do_stage() * Traits::kDoBytes;
+#pragma unroll
+  for (int slab = 0; slab < kSlabsV; ++slab)
+    issue_gradient(dv[slab], dout + (group * kSlabsV + slab) * kSlabM, smem.p);
+  if constexpr (!Traits::kModified) {
+    wgmma_wait<kSlabsV>();  // dP
+    wgmma_own(dp);
+#pragma unroll
+    for (int i = 0; i < kS; ++i) dp[i] = s[i] * (dp[i] - delta[i / 2 % 2]);
+  }
+  write_transposed(smem.ds, group * Traits::kKeys, dp, 1.f);
+  async_proxy_fence();
+  sync_all();  // dS of all keys is written
+  if constexpr (!kFirst) end_turn(kSlabs - 1);
   issue_dq(dq, 0);
-  issue_gradient(dk, smem.q + q_stage() * Traits::kQBytes, smem.ds + q_stage() * Traits::kPBytes);
-  wgmma_wait<1>();  // dV and the first slab of dQ
+  issue_gradient(dk[0], smem.q + q_stage() * Traits::kQBytes + group * kSlabs * kSlabM, smem.ds);
+  wgmma_wait<1>();  // dV, and the first slab of dQ
   wgmma_own(dq);
   own(dv);
   release(barriers.do_empty[do_stage()]);
-  if (params.turns) mbarrier_wait(smem_address(&barriers.turn_come), blocks % 2);
-  add_dq(work, m, member, 0, dq);
-  if constexpr (kSlabs == 2) issue_dq(dq, 1);
-  wgmma_wait<kSlabs - 1>();  // dK
-  own(dk);
-  release(barriers.q_empty[q_stage()]);
-  if constexpr (kSlabs == 2) {
-    wgmma_wait<0>();
-    wgmma_own(dq);
-    add_dq(work, m, member, 1, dq);
-  }
+  add_dq(work, m, member, blocks, 0, dq);
   ++blocks;
-  if (params.turns) {
-    __threadfence();
-    __syncwarp();
-    release(barriers.turn_over);
+}
+
+// Each warp adds its rows of a slab of dQ.
+template <typename Traits>
+__device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& work, int m,
+                                                                int member, uint32_t block,
+                                                                int slab,
+                                                                const float (&dq)[32]) const {
+  const uint32_t thread = afresh(threadIdx.x) - 128, lane = thread % 32;  // of the consumers
+  const int64_t slot = q_slot<Traits>(params, work, m, member);
+  float* sums =
+      params.rows.dq_sum + slot * (Traits::kBlockM * Traits::kHeadDim) +
+      dq_index<Traits::kBlockM, true>(thread / 128 * kSlabs + slab, thread / 32 % 4, 0, 0, 0);
+  const uint32_t staged = smem.dq + thread / 32 * Traits::kStagedBytes;
+  if (params.turns) mbarrier_wait(smem_address(&barriers.turn_come[slab]), block % 2);
+  if (lane == 0) tma_store_wait_read();  // what was staged has been read
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float (&v)[4] = reinterpret_cast<const float (&)[4]>(dq[4 * j]);
+    if (j < Traits::kStaged) {
+      st_shared_floats(staged + (32 * j + lane) * 16, v[0], v[1], v[2], v[3]);
+    } else {
+      red_add_floats(sums + dq_index<Traits::kBlockM, true>(0, 0, j, lane, 0), v[0], v[1], v[2],
+                     v[3]);
+    }
+  }
+  async_proxy_fence();
+  __syncwarp();
+  if (lane == 0) {
+    bulk_add(sums, staged, Traits::kStagedBytes);
+    tma_store_commit();
   }
 }
 
+// What this warp added to a slab of dQ, long before, is there: the next block of keys may add.
 template <typename Traits>
-__device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& work, int m,
-                                                                int member, int slab,
-                                                                const float (&dq)[32]) const {
-  const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
-  const int64_t slot = q_slot<Traits>(params, work, m, member);
-  float* sums = params.rows.dq_sum + slot * (Traits::kBlockM * Traits::kHeadDim) +
-                dq_index<Traits::kBlockM, true>(group * kSlabs + slab, warp, 0, lane, 0);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    red_add_floats(sums + dq_index<Traits::kBlockM, true>(0, 0, j, 0, 0), dq[4 * j], dq[4 * j + 1],
-                   dq[4 * j + 2], dq[4 * j + 3]);
-  }
+__device__ __forceinline__ void BwdWideConsumer<Traits>::end_turn(int slab) const {
+  if (!params.turns) return;
+  if (threadIdx.x % 32 == 0) tma_store_wait();
+  gpu_fence();  // of what each thread added itself
+  __syncwarp();
+  release(barriers.turn_over[slab]);
 }
 
 template <typename Traits>
@@ -295,9 +296,24 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::differentiate(const Bwd
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
   if (work.range.min >= work.range.max) return;
-  for (int m = work.range.max - 1; m >= work.range.min; --m) {
-    for (int member = 0; member < params.heads_per_kv; ++member) step(work, m, member, dk, dv);
+  int m = work.range.max - 1, member = 0;
+  step<true>(work, m, member, dk, dv);
+  for (;;) {
+    if (++member == params.heads_per_kv) --m, member = 0;
+    if (m < work.range.min) break;
+    step<false>(work, m, member, dk, dv);
   }
+  float dq[32];
+  if constexpr (kSlabs == 2) issue_rest(dq, dk);
+  wgmma_wait<0>();
+  own(dk);
+  release(barriers.q_empty[q_stage() ^ 1]);
+  if constexpr (kSlabs == 2) {
+    wgmma_own(dq);
+    end_turn(0);
+    add_dq(work, work.range.min, params.heads_per_kv - 1, blocks - 1, 1, dq);
+  }
+  end_turn(kSlabs - 1);
 }
 
 // This warp group's columns of dK or dV, scaled, through the tile that K or V lay in.
@@ -306,7 +322,7 @@ template <int kCount>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::write_gradient(
     const BwdWork& work, const TensorMap& map, uint32_t tile, const float (&c)[kCount][kD],
     float scale) const {
-  const uint32_t mine = tile + group * kCount * kSlabN;
+  const uint32_t mine = afresh(tile) + group * kCount * kSlabN;
 #pragma unroll
   for (int slab = 0; slab < kCount; ++slab) {
     write_transposed(mine + slab * kSlabN, 0, c[slab], scale);
@@ -343,6 +359,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
     __syncwarp();
     release(barriers.tile_empty[tile % 2]);
   }
+  if (threadIdx.x % 32 == 0) tma_store_wait();  // before shared memory goes
 }
 
 template <typename Traits>
@@ -358,7 +375,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (role == 0) {
     give_registers<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) load_tiles<Traits>(params, smem, barriers);
-    if (threadIdx.x == 32) keep_turns<Traits>(params, barriers);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0 && warp >= 1 && warp <= Traits::kSlabs) {
+      keep_turns<Traits>(params, barriers, warp - 1);
+    }
   } else {
     take_registers<Traits::kConsumerRegisters>();
     BwdWideConsumer<Traits> consumer{params, smem, barriers, role - 1};

@@ -148,10 +148,11 @@ struct Consumer {
   }
 
   // Maxima follow scores [kFrom, kTo). One that grew is seldom: where kLooksFirst, whether one did
-  // is asked first. True when O is to be multiplied by rescale; `raised`: it was so before.
+  // is asked first. True when O is to be multiplied by rescale; `raised`: it was so before. Warps
+  // may differ here, so there must be no MMA and no wait for one.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ bool follow(float (&s)[kS], float (&o)[kO], Softmax& softmax,
-                                         float (&rescale)[2], bool raised) const {
+  __device__ __forceinline__ bool follow(float (&s)[kS], Softmax& softmax, float (&rescale)[2],
+                                         bool raised) const {
     if (Traits::kLooksFirst) {
       const bool outgrown = softmax.outgrown<kFrom, kTo>(s, params.score_slack);
       if (__builtin_expect(!__any_sync(0xffffffffu, outgrown), 1)) return raised;
@@ -160,16 +161,10 @@ struct Consumer {
     softmax.raise<kFrom, kTo>(s, params.score_scale_log2, more);
 #pragma unroll
     for (int i = 0; i < kFrom; ++i) s[i] *= more[i / 2 % 2];
-    if constexpr (Traits::kRescalesAtOnce) {
-      wgmma_wait<0>();
-      wgmma_own(o);
-      rescale_rows(o, more);
-    } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        rescale[half] = raised ? rescale[half] * more[half] : more[half];
-    }
-    return !Traits::kRescalesAtOnce;
+    for (int half = 0; half < 2; ++half)
+      rescale[half] = raised ? rescale[half] * more[half] : more[half];
+    return true;
   }
 
   // A block that only other groups' rows see: the turn and the buffers go on.
@@ -250,9 +245,9 @@ __device__ __forceinline__ void Consumer<Traits>::attend(const volatile TileWork
     release(barriers.k_empty[Ring(block).stage]);
     modify(s, work, n);
     if constexpr (decltype(masked)::value) mask(s, work, n);
-    bool raised = follow<0, kEarly>(s, o, softmax, rescale, false);
+    bool raised = follow<0, kEarly>(s, softmax, rescale, false);
     softmax.exponentiate<0, kEarly>(s, params.score_scale_log2);
-    if constexpr (kEarly < kS) raised = follow<kEarly, kS>(s, o, softmax, rescale, raised);
+    if constexpr (kEarly < kS) raised = follow<kEarly, kS>(s, softmax, rescale, raised);
     drop_some(s, work, n);
     wgmma_wait<0>();
     wgmma_own(o);

@@ -30,11 +30,9 @@ struct FwdTraits {
   static constexpr bool kLooksFirst = kHeadDimV < 192 && !kModified;
   // Of a lane's scores of a block, those that become probabilities before the last O += P V is
   // waited for: all, or at 128 the first part, for the compiler moves the wait up to the branch
-  // between the two. And whether O is rescaled in that branch, or behind the exponentials, which is
-  // slower in wide blocks.
+  // between the two.
   static constexpr bool kInParts = kHeadDim == 128 && !kModified;
   static constexpr int kEarlyScores = !kInParts ? kBlockN / 2 : kBlockN > 128 ? 40 : 32;
-  static constexpr bool kRescalesAtOnce = kInParts && kBlockN > 128;
   static constexpr int kConsumers = kBlockM / 64;  // warp groups
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSlabs = (kHeadDim + 63) / 64, kSlabsV = (kHeadDimV + 63) / 64;

@@ -49,11 +49,14 @@ def test_calls_wait_for_those_before(kernel):
             pause()
         return values
 
-    poison = torch.full((2**26,), torch.nan, device=bed.DEVICE)  # the caching allocator hands it on
-    del poison
-    got = chain(lambda: None)
     torch.cuda.synchronize()
-    assert torch.equal(got, chain(torch.cuda.synchronize))
+    with torch.cuda.stream(torch.cuda.Stream()):  # on the default stream no kernel starts early
+        poison = torch.full((2**26,), torch.nan, device=bed.DEVICE)  # the caching allocator hands it on
+        del poison
+        torch.cuda._sleep(20_000_000)  # so that all calls are there before the first begins
+        got = chain(lambda: None)
+        torch.cuda.synchronize()
+        assert torch.equal(got, chain(torch.cuda.synchronize))
 
 
 @pytest.mark.parametrize("kernel", bed.KERNELS, ids=str)
