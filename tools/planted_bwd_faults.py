@@ -46,7 +46,6 @@ ROWS = [
     ),
     ("wide: P not waited for", RULE, WIDE, "sync_all();  // P of all keys", "//", True),
     ("wide: dS not waited for", RULE, WIDE, "sync_all();  // dS of all keys", "//", True),
-    ("wide: P overwritten", RULE, WIDE, "if (blocks > 0) {", "if (false) {", True),
     ("wide: staged dQ overwritten", RULE, WIDE, "if (lane == 0) tma_store_wait_read();", ""),
     (
         "wide: the rest of dQ is not added",

@@ -4,7 +4,7 @@
                                              "bfloat16"), N runs side by side; writes
                                              bench/results/<gpu>/<date>-<commit>-sanitizer.json
   python tools/sanitize.py --calls GROUP     the calls themselves, which each tool watches; GROUP is
-                                             fa2-bfloat16-64 or the like
+                                             fa2-bfloat16-64 or the like; --forward: no gradients
 
 Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
 copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
@@ -55,7 +55,7 @@ def group_of(kernel) -> str:
     return "-".join(str(kernel).split("-")[:3])
 
 
-def calls(group: str) -> None:
+def calls(group: str, with_gradients: bool) -> None:
     """Every kernel of the group on every problem of CALLS; a result that is plainly wrong ends it."""
     import bed
     import compare
@@ -75,10 +75,10 @@ def calls(group: str) -> None:
             problem = problem | modified
             inputs, options, dout, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
             got = {"out": kernel.forward(**inputs, **options, max_ctas=2)[0]}
-            if kernel.has_backward:
+            if has_backward := kernel.has_backward and with_gradients:
                 found = bed.gradients(kernel, **inputs, dout=dout, max_ctas=2, **options)
                 got |= dict(zip(("d_q", "d_k", "d_v"), found, strict=True))
-            dout = dout.cpu() if kernel.has_backward else None
+            dout = dout.cpu() if has_backward else None
             want = compare.run(reference.attention, on_cpu(inputs), on_cpu(options), dout)
             for result, x in got.items():
                 error = float((x.cpu() - want[result]).abs().max())
@@ -92,14 +92,18 @@ def watched(tool: str, group: str) -> str:
 
     racecheck knows no TMA and no wgmma: fa3 is left to the jitter build (tests/README.md). In fa2's forward
     above 128 columns warps meet in pairs, each pair as often as its rows need; it then loses the block's
-    barriers too, and reports what one thread writes before __syncthreads() and all read behind. initcheck
-    does not see what a bulk copy writes to global memory, fa3's sums of dQ: its backward is left to the guard
-    band tests, whose workspace is full of NaN.
+    barriers too, and reports what one thread writes before __syncthreads() and all read behind.
     """
-    if group.startswith("fa3") and tool in ("racecheck", "initcheck"):
-        return "" if tool == "racecheck" else "fwd_kernel"
+    if group.startswith("fa3") and tool == "racecheck":
+        return ""
     in_pairs = group.startswith("fa2") and group.endswith(("-192", "-256"))
     return "bwd_kernel" if tool == "racecheck" and in_pairs else "flash_ext"
+
+
+def is_forward_only(tool: str, group: str) -> bool:
+    """initcheck does not see what a bulk copy writes to global memory, fa3's sums of dQ: its gradients are
+    left to the guard band tests, whose workspace is full of NaN."""
+    return group.startswith("fa3") and tool == "initcheck"
 
 
 def watch(job: tuple[str, str]) -> dict:
@@ -112,7 +116,7 @@ def watch(job: tuple[str, str]) -> dict:
         *TOOLS[tool],
         f"--kernel-name=kns={watched(tool, group)}",
     ]
-    command += [sys.executable, __file__, "--calls", group]
+    command += [sys.executable, __file__, "--calls", group, *["--forward"] * is_forward_only(tool, group)]
     start = time.monotonic()
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -138,10 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("-j", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--calls", metavar="GROUP")
+    parser.add_argument("--forward", action="store_true")
     parser.add_argument("texts", metavar="TEXT", nargs="*", default=[""])
     options = parser.parse_args()
     if options.calls:
-        calls(options.calls)
+        calls(options.calls, not options.forward)
         return 0
     import bed
 
