@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,18 +110,27 @@ def test_only_the_first_sequences_are_checked(pass_, monkeypatch):
     assert not check.check(expected, results)[1]
 
 
-def test_turns_are_rotated_and_counted(monkeypatch):
+def test_turns_are_counted(monkeypatch):
     order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    calls = {name: lambda name=name: order.append(name) for name in "abcd"}
 
     class Once:
         def __init__(self, call):
             self.run = lambda: call() or 1.0
 
     monkeypatch.setattr(timing, "_CpuTurn", Once)
-    seconds = timing.measure(calls, "cpu", rounds=4)
-    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
-    assert seconds == {name: [1.0] * 4 for name in "abc"}
+    seconds = timing.measure(calls, "cpu", rounds=3)
+    assert "".join(order) == "abdc" + "bcad" + "cdba"
+    assert seconds == {name: [1.0] * 3 for name in "abcd"}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6])
+def test_each_follows_each_other_as_often(n):
+    rounds = n if n % 2 == 0 else 2 * n
+    orders = [timing.order_of_round(list(range(n)), i) for i in range(rounds)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert set(pairs.values()) <= {rounds // n} and len(pairs) == n * (n - 1)
 
 
 def test_ratio_is_the_median_of_the_rounds():
