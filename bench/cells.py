@@ -35,6 +35,7 @@ class Cell:
     softcap: float = 0.0
     alibi: bool = False
     dropout_p: float = 0.0
+    deterministic: bool = False  # the backward's sums
 
     @property
     def name(self) -> str:
@@ -51,6 +52,7 @@ class Cell:
         words = [self.storage] * (self.storage != "padded") + ["sinks"] * self.sinks + ["ALiBi"] * self.alibi
         words += [f"softcap {self.softcap:g}"] * (self.softcap > 0)
         words += [f"dropout {self.dropout_p:g}"] * (self.dropout_p > 0)
+        words += ["deterministic"] * self.deterministic
         return "".join(f" {word}" for word in words)
 
     @property
@@ -190,8 +192,11 @@ def _options() -> Grid:
             others += [square(4096, head_dim, causal, nheads=16) for head_dim in (96, 192)]
             others.append(square(4096, 192, causal, nheads=16, head_dim_v=128))
         others.append(replace(square(34, 128, True), batch=8192, storage="ragged"))
-    for head_dim, causal, seqlen in product((64, 128, 256), (False, True), (2048, 8192)):
-        others.append(square(seqlen, head_dim, causal, pass_="fwd+bwd"))
+    for head_dim, causal in product((64, 128, 256), (False, True)):
+        others += [square(seqlen, head_dim, causal, pass_="fwd+bwd") for seqlen in (2048, 8192)]
+        for seqlen in (4096, 8192, 16384):
+            plain = square(seqlen, head_dim, causal, pass_="bwd")
+            beside[replace(plain, deterministic=True)] = plain, 0.877 if causal else 0.926
     return Grid([*beside, *others], ("fa3", "sdpa_flash", "cudnn"), beside=beside)
 
 

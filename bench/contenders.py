@@ -93,7 +93,8 @@ def make_call(contender, cell, q, k, v, dout):
 
 def _flash_ext(version, cell, q, k, v):
     options = {"causal": cell.causal, "window_size": cell.window, "softcap": cell.softcap, "version": version}
-    options |= {"dropout_p": cell.dropout_p} | _option_tensors(cell, q.device)
+    options |= {"dropout_p": cell.dropout_p, "deterministic": cell.deterministic}
+    options |= _option_tensors(cell, q.device)
     if cell.is_packed:
         longest_q, longest_k = map(max, zip(*cell.lengths, strict=True))
         longest = {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
@@ -107,7 +108,7 @@ def _option_tensors(cell, device):
 
 
 def _sdpa(backend, cell, q, k, v):
-    if cell.is_packed or cell.sinks or cell.softcap or cell.alibi:
+    if cell.is_packed or cell.sinks or cell.softcap or cell.alibi or cell.deterministic:
         raise Unable("scaled_dot_product_attention has no such option")
     if cell.window != (-1, -1) or (cell.causal and cell.seqlen_q != cell.seqlen_k):
         raise Unable("scaled_dot_product_attention has no such mask without writing it to memory")

@@ -25,7 +25,7 @@ CELL = Cell("fwd", "float32", 1, 8, 8, 4, 2, 16, 16)
 ROW_TYPES = {
     "contender": str, "pass": str, "dtype": str, "batch": int, "seqlen_q": int, "seqlen_k": int,
     "nheads": int, "nheads_k": int, "head_dim": int, "head_dim_v": int, "causal": bool, "window": list,
-    "storage": str, "sinks": bool, "softcap": float, "alibi": bool, "dropout_p": float,
+    "storage": str, "sinks": bool, "softcap": float, "alibi": bool, "dropout_p": float, "deterministic": bool,
     "us": float, "tflops": float, "max_err": (float, type(None)), "baseline_err": (float, type(None)),
     "cpu_us": (float, type(None)), "best_peer": (str, type(None)), "x_best_peer": (float, type(None)),
     "x_cublas": (float, type(None)),
