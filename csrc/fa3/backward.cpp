@@ -110,7 +110,8 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
                      void* workspace, BwdParams* params) {
   WorkspaceParts parts(workspace);
   const int64_t q_tiles = make_scheduler(p, instance.block_m).num_tiles;
-  // Turns for each tile of queries; keys in columns need them when deterministic alone, for slabs.
+  // A turn a tile of queries. Keys in columns need it only when deterministic, for each of their
+  // slabs, which are two at most.
   const int64_t turns = !instance.is_wide ? q_tiles : p.deterministic ? 2 * q_tiles : 0;
   fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns,
                 !mappable(p.dout, queries(p)), parts, params->rows);

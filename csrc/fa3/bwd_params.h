@@ -25,12 +25,14 @@ constexpr int bwd_smem_bytes(int head_dim, int head_dim_v, int block_m, int bloc
 // The same for head dimensions above 128: P beside dS, one stage of each; a second one of dO where
 // there is room. Of the eight eights of columns of a slab of dQ so many pass through shared memory.
 constexpr int bwd_wide_do_stages(int head_dim) { return head_dim == 256 ? 1 : 2; }
+constexpr int bwd_wide_consumers(int head_dim) { return head_dim == 256 ? 2 : 3; }
 constexpr int bwd_wide_staged(int head_dim) { return head_dim == 256 ? 7 : 5; }
 constexpr int bwd_wide_smem_bytes(int head_dim, int head_dim_v, int block_m, int block_n) {
-  const int do_stages = bwd_wide_do_stages(head_dim), consumers = head_dim == 256 ? 2 : 3;
+  const int do_stages = bwd_wide_do_stages(head_dim),
+            staged = bwd_wide_consumers(head_dim) * bwd_wide_staged(head_dim);
   return kBwdBarrierBytes + 2 * block_n * (head_dim + head_dim_v) +
          2 * block_m * (2 * head_dim + do_stages * head_dim_v) + 2 * 2 * block_m * block_n +
-         consumers * bwd_wide_staged(head_dim) * block_m * 8 * 4 + (2 + do_stages) * block_m * 4;
+         staged * block_m * 8 * 4 + (2 + do_stages) * block_m * 4;
 }
 
 struct BwdParams {

@@ -50,10 +50,23 @@ __device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork
                                             work.keys.head * params.heads_per_kv + member);
 }
 
-// Calls f(m, member) for every block of queries that sees the keys, last first, and every head of
-// their group. The heads inside: CTAs of neighbouring keys, which see different numbers of blocks,
-// then go through the same ones at the same time, so that none waits long for another's addition to
-// dQ and all find Q and dO in the L2.
+// Calls first(m, member), then next(m, member), for every block of queries that sees the keys, of
+// which there is one at least, last first, and every head of their group. The heads inside: CTAs of
+// neighbouring keys, which see different numbers of blocks, then go through the same ones at the
+// same time, so that none waits long for another's addition to dQ and all find Q and dO in the L2.
+template <typename First, typename Next>
+__device__ __forceinline__ void for_each_q_block(const BwdParams& params, const BwdWork& work,
+                                                 First&& first, Next&& next) {
+  int m = work.range.max - 1, member = 0;
+  first(m, member);
+  for (;;) {
+    if (++member == params.heads_per_kv) --m, member = 0;
+    if (m < work.range.min) break;
+    next(m, member);
+  }
+}
+
+// The same for those who treat all alike; there may be none.
 template <typename F>
 __device__ __forceinline__ void for_each_q_block(const BwdParams& params, const BwdWork& work,
                                                  F&& f) {

@@ -296,13 +296,9 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::differentiate(const Bwd
   mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
   ++tiles;
   if (work.range.min >= work.range.max) return;
-  int m = work.range.max - 1, member = 0;
-  step<true>(work, m, member, dk, dv);
-  for (;;) {
-    if (++member == params.heads_per_kv) --m, member = 0;
-    if (m < work.range.min) break;
-    step<false>(work, m, member, dk, dv);
-  }
+  for_each_q_block(
+      params, work, [&](int m, int member) { step<true>(work, m, member, dk, dv); },
+      [&](int m, int member) { step<false>(work, m, member, dk, dv); });
   float dq[32];
   if constexpr (kSlabs == 2) issue_rest(dq, dk);
   wgmma_wait<0>();

@@ -14,7 +14,7 @@ struct BwdWideTraits {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr bool kModified = kModified_;  // softcap, ALiBi, dropout
   static constexpr int kStages = 2, kDoStages = bwd_wide_do_stages(kHeadDim);
-  static constexpr int kConsumers = kHeadDim == 256 ? 2 : 3;
+  static constexpr int kConsumers = bwd_wide_consumers(kHeadDim);
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kKvReaders = kConsumers;  // arrivals when K and V may go
   static constexpr int kKBytes = kBlockN * kHeadDim * 2, kVBytes = kBlockN * kHeadDimV * 2;
