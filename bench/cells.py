@@ -210,6 +210,8 @@ def _smoke() -> Grid:
     changes = [{"storage": "qkv"}, {"storage": "packed"}, {"storage": "ragged"}]
     changes += [{"sinks": True}, {"softcap": 5.0}, {"alibi": True}, {"dropout_p": 0.1}, {"head_dim_v": 32}]
     beside = {replace(plain, **change): (plain, None) for change in changes}
+    backward = replace(plain, pass_="bwd")
+    beside[replace(backward, deterministic=True)] = backward, None
     peers = ("sdpa_cpu", "sdpa_math", "sdpa_flash", "sdpa_efficient", "cudnn")
     return Grid([*cells, *beside], ("cpu", "fa1", "fa2", "fa3", *peers), beside=beside)
 

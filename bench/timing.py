@@ -29,9 +29,9 @@ def measure(
 def order_of_round(names: list, i: int) -> list:
     """In as many rounds as there are names (twice as many, if they are odd) each follows each other as often.
 
-    A turn leaves the clock, which follows the power that was drawn, and the caches to the next one: were the
-    order only rotated, the same contender would always run behind the hottest. Williams (1949), "Experimental
-    designs balanced for the estimation of residual effects of treatments".
+    A turn may leave something to the next one, such as a clock that the power it drew has slowed: were the
+    order only rotated, each would always run behind the same one. Williams (1949), "Experimental designs
+    balanced for the estimation of residual effects of treatments".
     """
     n = len(names)
     order = [names[((k + 1) // 2 * (1 if k % 2 else -1) + i) % n] for k in range(n)]
