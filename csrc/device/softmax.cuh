@@ -21,9 +21,9 @@ struct Softmax {
   float max[2];  // of raw scores, at most kMaxGrowth below the true one; the same in a quad
   float sum[2];  // this lane's part, relative to max
 
-  // A sink is a score without a value: one more exp(sink) in the sum.
-  __device__ __forceinline__ void start(bool has_sink, float sink_score) {
-    const bool counts = has_sink && sink_score > -INFINITY;
+  // A sink is a score without a value: one more exp(sink) in the sum. -infinity: none.
+  __device__ __forceinline__ void start(float sink_score) {
+    const bool counts = sink_score > -INFINITY;
     max[0] = max[1] = counts ? sink_score : kUnset;
     sum[0] = sum[1] = counts && threadIdx.x % 4 == 0 ? 1.f : 0.f;
   }

@@ -326,8 +326,7 @@ __device__ __forceinline__ void Consumer<Traits>::run() {
     if (work.head < 0) return;
     float o[kO];
     Softmax softmax;
-    softmax.start(params.sinks != nullptr,
-                  params.sinks ? params.sinks[work.head] / params.score_scale : 0.f);
+    softmax.start(work.sink);
     if (Traits::kFewKeys < Traits::kBlockN && work.first_keys[group] <= Traits::kFewKeys) {
       attend<Traits::kFewKeys>(work, softmax, o);
     } else {

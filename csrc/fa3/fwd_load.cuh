@@ -27,6 +27,7 @@ __device__ __forceinline__ void next_work(const FwdParams& params, uint32_t& til
     const Strides& stride = params.out_stride;
     work.out_offset =
         work.batch_q * stride.batch + work.q_row * stride.row + work.head * stride.head;
+    work.sink = params.sinks ? params.sinks[work.head] / params.score_scale : -INFINITY;
     if (work.range.min >= work.range.max) work.range = {0, 1, 0, 0};  // one block, passed over
 #pragma unroll 1
     for (int group = 0; group < Traits::kConsumers; ++group) {

@@ -68,6 +68,7 @@ struct Smem {
 struct TileWork : Work {
   TmaCoordinates q_at, k_at, v_at;  // of its first query, and of the sequence's first key
   int64_t out_offset;               // of the sequence's first row, in elements
+  float sink;                       // of its head, as a raw score; -infinity: none
   BlockRange groups[3];
   int first_keys[3];  // how far into its first block a group's rows see
   Modifier modifier;  // modified scores only
