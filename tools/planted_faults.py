@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import planted_bwd_faults
-from planted_bwd_faults import BACKWARD, BWD_MASK, FA2_BWD, MODIFIED, PRODUCER, RULE, SAME_BITS, WIDE
+from planted_bwd_faults import BACKWARD, BWD, BWD_MASK, FA2_BWD, MODIFIED, PRODUCER, RULE, SAME_BITS, WIDE
 
 
 class Mutant(NamedTuple):
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
         """Buckets beside 64, for code that runs only there."""
         shared = dict.fromkeys((FWD, KEYS, SHARE, STEP), ("192",))  # where two warps share their rows
         fa3 = {WIDE: ("256",), PRODUCER: ("256",), LOAD3: ("256",), FWD3: ("128", "256")}
-        return (shared | fa3 | {FA2_BWD: ("128",)}).get(self.file, ())
+        return (shared | fa3 | {BWD: ("128",), FA2_BWD: ("128",)}).get(self.file, ())
 
     def needs(self, instance: str) -> bool:
         """Whether an instance of the backend's table serves its test: one shows a fault as well as all."""

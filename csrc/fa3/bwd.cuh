@@ -5,9 +5,9 @@
 // head of its group. Two consumer warp groups own 64 keys each and hold dK and dV in registers.
 // They compute S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as A operands: dV +=
 // P^T dO and dK += dS^T Q read them from registers. dS^T also goes to shared memory, where dQ = dS
-// K takes it from, a block of queries later: so the warp groups need not meet, and one computes P
-// and dS while the products of the other run. Threads of the producer's group add dQ to its float32
-// sums by bulk copies.
+// K takes it from. With blocks of 128 queries that happens a block later: so the warp groups need
+// not meet, and one computes P and dS while the products of the other run. Threads of the
+// producer's group add dQ to its float32 sums by bulk copies.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,13 +40,13 @@ struct BwdConsumer {
 
   __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
-  // S^T and dP^T are computed in turns, so that one warp group's softmax hides behind the products
-  // of the other.
+  // Where dQ is late, S^T and dP^T are computed in turns, so that one warp group's softmax hides
+  // behind the products of the other.
   __device__ __forceinline__ void wait_turn() const {
-    named_barrier_sync(kTurnBarrier + group, 256);
+    if constexpr (Traits::kDqLate) named_barrier_sync(kTurnBarrier + group, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
-    named_barrier_arrive(kTurnBarrier + 1 - group, 256);
+    if constexpr (Traits::kDqLate) named_barrier_arrive(kTurnBarrier + 1 - group, 256);
   }
 
   // c = A B^T of this warp group's 64 rows of a (K, V) and the kBlockM rows of b (Q, dO).
@@ -133,7 +133,7 @@ struct BwdConsumer {
                                                  const float (&c)[kCount], float scale) const;
 };
 
-// One block of queries, and dQ of the block before, if there was one.
+// One block of queries; where dQ is late, that of the block before, if there was one.
 template <typename Traits>
 template <bool kFirst>
 __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m, int member,
@@ -200,17 +200,19 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   __syncwarp();
   release(barriers.ds_full[stage()]);
 
+  constexpr bool kHasDq = !Traits::kDqLate || !kFirst;
+  const uint32_t dq_block = blocks - (Traits::kDqLate ? 1 : 0);
   float dq[kDq];
   issue_gradient(dv, p_rounded, dout);
-  if constexpr (!kFirst) issue_dq(dq, blocks - 1);
+  if constexpr (kHasDq) issue_dq(dq, dq_block);
   issue_gradient(dk, ds_rounded, q);
   wgmma_wait<1>();  // dV and dQ
   wgmma_own(dv);
   release(barriers.do_empty[stage()]);
-  if constexpr (!kFirst) {
+  if constexpr (kHasDq) {
     wgmma_own(dq);
-    release(barriers.ds_empty[stage() ^ 1]);
-    write_dq(dq, blocks - 1);
+    release(barriers.ds_empty[dq_block % Traits::kStages]);
+    write_dq(dq, dq_block);
   }
   wgmma_wait<0>();  // dK
   wgmma_own(dk);
@@ -250,12 +252,14 @@ __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork
   for_each_q_block(
       params, work, [&](int m, int member) { step<true>(work, m, member, dk, dv); },
       [&](int m, int member) { step<false>(work, m, member, dk, dv); });
-  float dq[kDq];
-  issue_dq(dq, blocks - 1);
-  wgmma_wait<0>();
-  wgmma_own(dq);
-  release(barriers.ds_empty[stage() ^ 1]);
-  write_dq(dq, blocks - 1);
+  if constexpr (Traits::kDqLate) {
+    float dq[kDq];
+    issue_dq(dq, blocks - 1);
+    wgmma_wait<0>();
+    wgmma_own(dq);
+    release(barriers.ds_empty[stage() ^ 1]);
+    write_dq(dq, blocks - 1);
+  }
 }
 
 // dK or dV, scaled, from registers to global memory: shared memory belongs to the next tile

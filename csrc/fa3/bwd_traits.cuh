@@ -36,6 +36,9 @@ struct BwdTraits {
   // dQ is 64 x kDqColumns a warp group: half of the rows, or half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqColumns = kSplitRows ? 64 * kSlabs : 32 * kSlabs;
+  // Blocks of 128 queries: dQ is computed a block late, so that the warp groups need not meet, and
+  // S and dP in turns. With 64, whose steps are half as long, that gains nothing.
+  static constexpr bool kDqLate = kBlockM == 128;
   // They add up to what the launch gives the block: 168 x 384.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kBlockN == 64 * kConsumers, "a warp group owns 64 keys");
