@@ -51,8 +51,8 @@ ROWS = [
         "wide: the rest of dQ is not added",
         RULE,
         WIDE,
-        "      red_add_floats(",
-        "      if (slab < 0) red_add_floats(",
+        "    red_add_floats(",
+        "    if (slab < 0) red_add_floats(",
     ),
     (
         "wide: no rest of the last block",
@@ -65,7 +65,7 @@ ROWS = [
         "wide: turns in any order",
         SAME_BITS,
         PRODUCER,
-        "wait_for_turn(turn, blocks_before<Traits>(work, m));",
+        "wait_for_turn(params.turns + Traits::kSlabs * slot + slab, blocks_before<Traits>(work, m));",
         "",
     ),
     (

@@ -84,7 +84,7 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
                                    : (keys(p).rows + instance.block_n - 1) / instance.block_n;
   scheduler.m_slots = static_cast<int>(slots);
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
-  const int64_t lanes = std::max<int64_t>(1, scheduler.lanes);
+  const int64_t lanes = std::max<int64_t>(1, scheduler.lanes), sms = p.device.sm_count;
   int64_t group = 1;
   if (p.window_right >= 0) {
     // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
@@ -93,13 +93,18 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
     constexpr int64_t kL2Bytes = 32 << 20;
     const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / lanes;
     const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
-    const int64_t outlast = 2 * p.device.sm_count / (slots + 1) + 1;
-    group = even_group(lanes, std::clamp<int64_t>(std::max(shared, outlast), 1, lanes));
+    const int64_t outlast = 2 * sms / (slots + 1) + 1;
+    // CTAs of a head walk over the same queries together, so 16 of them share enough. In a fixed
+    // order each follows the one before at the distance of an addition to dQ, and the last ones
+    // begin late: then 4, for a head of q.
+    const int64_t few = p.deterministic ? sms / 4 * p.nheads_k / std::max(1, p.nheads) : sms / 16;
+    group = std::max({shared, outlast, few});
   } else if (p.deterministic) {
-    // A block of keys follows the one before at the distance of an addition to dQ: so as many heads
-    // side by side as CTAs have room for twice over, that blocks begin about when they may add.
-    group = std::clamp<int64_t>(2 * p.device.sm_count / std::max<int64_t>(1, slots), 1, lanes);
+    // As many heads side by side as CTAs have room for twice over, that blocks of keys begin about
+    // when they may add.
+    group = 2 * sms / std::max<int64_t>(1, slots);
   }
+  group = even_group(lanes, std::clamp<int64_t>(group, 1, lanes));
   scheduler.lanes_per_group = static_cast<uint32_t>(group);
   scheduler.num_tiles = p.total_k == 0 ? 0 : slots * scheduler.lanes;
   return scheduler;

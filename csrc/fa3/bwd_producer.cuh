@@ -202,11 +202,12 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Tr
   tma_store_wait();  // before shared memory goes
 }
 
-// When the consumers add dQ themselves: tells them when it is their turn for a slab, and others
-// when it is over.
+// When the consumers add dQ themselves: tells them when it is their turn for a slab. All blocks of
+// keys before have added; that their own addition before is over is end_turns' to say.
 template <typename Traits>
-__device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<Traits>& barriers,
-                                           int slab) {
+__device__ __forceinline__ void watch_turns(const BwdParams& params, BwdBarriers<Traits>& barriers,
+                                            int slab) {
+  const uint32_t come = smem_address(&barriers.turn_come[slab]);
   uint32_t blocks = 0;
   for (uint32_t tile = 0;; ++tile) {
     mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
@@ -215,11 +216,36 @@ __device__ __forceinline__ void keep_turns(const BwdParams& params, BwdBarriers<
     if (params.turns && has_rows<Traits>(work)) {
       for_each_q_block(params, work, [&](int m, int member) {
         const int64_t slot = q_slot<Traits>(params, work, m, member);
-        uint32_t* turn = params.turns + Traits::kSlabs * slot + slab;
-        wait_for_turn(turn, blocks_before<Traits>(work, m));
-        mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
-        mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks++ % 2);
-        pass_turn(turn);
+        wait_for_turn(params.turns + Traits::kSlabs * slot + slab, blocks_before<Traits>(work, m));
+        if (blocks > 0) mbarrier_wait(come, (blocks - 1) % 2);
+        mbarrier_arrive(come);
+        ++blocks;
+      });
+    }
+    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
+  }
+}
+
+// Tells other CTAs when this one's turn is over: another thread, for that takes as long as half of
+// a step, and the next turn may have come already.
+template <typename Traits>
+__device__ __forceinline__ void end_turns(const BwdParams& params, BwdBarriers<Traits>& barriers) {
+  uint32_t blocks = 0;
+  for (int slab = 0; slab < Traits::kSlabs; ++slab)
+    mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
+  for (uint32_t tile = 0;; ++tile) {
+    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    const BwdWork& work = barriers.works[tile % 2];
+    if (work.keys.head < 0) break;
+    if (params.turns && has_rows<Traits>(work)) {
+      for_each_q_block(params, work, [&](int m, int member) {
+        const int64_t slot = q_slot<Traits>(params, work, m, member);
+        for (int slab = 0; slab < Traits::kSlabs; ++slab) {
+          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);
+          mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
+          pass_turn(params.turns + Traits::kSlabs * slot + slab);
+        }
+        ++blocks;
       });
     }
     mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));

@@ -134,7 +134,7 @@ struct BwdBarriers {
     for (int i = 0; i < kStages; ++i) init(q_full[i], 1), init(q_empty[i], kWarps);
     for (int i = 0; i < kDoStages; ++i) init(do_full[i], 1), init(do_empty[i], kWarps);
     for (int i = 0; i < kStages; ++i) init(ds_full[i], kWarps), init(ds_empty[i], kWarps);
-    for (int i = 0; i < 2; ++i) init(turn_come[i], 1), init(turn_over[i], kWarps);
+    for (int i = 0; i < 2; ++i) init(turn_come[i], 2), init(turn_over[i], kWarps);
     for (int i = 0; i < kDqStages; ++i) init(dq_full[i], kWarps), init(dq_empty[i], 1);
     for (int i = 0; i < 2; ++i) {
       init(tile_full[i], 1), init(tile_empty[i], kWarps + Traits::kDqThreads);

@@ -258,17 +258,17 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& w
       dq_index<Traits::kBlockM, true>(thread / 128 * kSlabs + slab, thread / 32 % 4, 0, 0, 0);
   const uint32_t staged = smem.dq + thread / 32 * Traits::kStagedBytes;
   if (params.turns) mbarrier_wait(smem_address(&barriers.turn_come[slab]), block % 2);
+#pragma unroll
+  for (int j = Traits::kStaged; j < 8; ++j) {
+    red_add_floats(sums + dq_index<Traits::kBlockM, true>(0, 0, j, lane, 0), dq[4 * j],
+                   dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
   if (lane == 0) tma_store_wait_read();  // what was staged has been read
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float (&v)[4] = reinterpret_cast<const float (&)[4]>(dq[4 * j]);
-    if (j < Traits::kStaged) {
-      st_shared_floats(staged + (32 * j + lane) * 16, v[0], v[1], v[2], v[3]);
-    } else {
-      red_add_floats(sums + dq_index<Traits::kBlockM, true>(0, 0, j, lane, 0), v[0], v[1], v[2],
-                     v[3]);
-    }
+  for (int j = 0; j < Traits::kStaged; ++j) {
+    st_shared_floats(staged + (32 * j + lane) * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
+                     dq[4 * j + 3]);
   }
   async_proxy_fence();
   __syncwarp();
@@ -283,7 +283,6 @@ template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::end_turn(int slab) const {
   if (!params.turns) return;
   if (threadIdx.x % 32 == 0) tma_store_wait();
-  gpu_fence();  // of what each thread added itself
   __syncwarp();
   release(barriers.turn_over[slab]);
 }
@@ -371,10 +370,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (role == 0) {
     give_registers<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) load_tiles<Traits>(params, smem, barriers);
-    const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0 && warp >= 1 && warp <= Traits::kSlabs) {
-      keep_turns<Traits>(params, barriers, warp - 1);
-    }
+    if (threadIdx.x == 32) end_turns<Traits>(params, barriers);
+    if (threadIdx.x == 64) watch_turns<Traits>(params, barriers, 0);
+    if (Traits::kSlabs == 2 && threadIdx.x == 96) watch_turns<Traits>(params, barriers, 1);
   } else {
     take_registers<Traits::kConsumerRegisters>();
     BwdWideConsumer<Traits> consumer{params, smem, barriers, role - 1};

@@ -24,9 +24,9 @@ struct BwdWideTraits {
   static constexpr int kKeys = kBlockN / kConsumers;         // whose scores a warp group computes
   static constexpr int kSlabs = kHeadDim / 64 / kConsumers;  // of 64 columns that it owns
   static constexpr int kSlabsV = kHeadDimV / 64 / kConsumers;
-  static constexpr int kDqStages = 1, kDqThreads = kSlabs;   // they keep turns: consumers add dQ
-  static constexpr int kStaged = bwd_wide_staged(kHeadDim);  // eights of columns of a slab of dQ
-  static constexpr int kStagedBytes = kStaged * 512;         // of a warp
+  static constexpr int kDqStages = 1, kDqThreads = 1 + kSlabs;  // they keep turns: consumers add
+  static constexpr int kStaged = bwd_wide_staged(kHeadDim);     // eights of columns of a slab of dQ
+  static constexpr int kStagedBytes = kStaged * 512;            // of a warp
   static constexpr int kSmemBytes = bwd_wide_smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN);
   // They add up to what the launch gives the block: 168 x 384 or 128 x 512.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kModified ? 40 : 24;
