@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/bwd_rows.cuh"
+#include "device/early_launch.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "fa3/bwd_traits.cuh"
@@ -256,14 +257,14 @@ __device__ __forceinline__ void end_turns(const BwdParams& params, BwdBarriers<T
 
 // What the row kernels know of the main kernel's tiles.
 template <typename Traits>
-struct BwdRowTraits {
+struct BwdRowTraits : Early {
   using Element = typename Traits::Element;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kHeadDim = slab_columns(Traits::kHeadDim), kHeadDimV = Traits::kHeadDimV;
   static constexpr bool kDqVector = true;
 };
 
-// prepare, the main kernel, finish.
+// prepare, the main kernel, finish: each is launched before the one ahead of it has ended.
 template <typename Traits>
 cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, int64_t grid,
                             cudaStream_t stream) {
@@ -273,8 +274,7 @@ cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, 
   error = launch_prepare<BwdRowTraits<Traits>>(params.rows, stream);
   if (error != cudaSuccess) return error;
   if (grid > 0) {
-    kernel<<<static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream>>>(params);
-    error = cudaGetLastError();
+    error = Early::launch(kernel, grid, Traits::kThreads, Traits::kSmemBytes, stream, params);
     if (error != cudaSuccess) return error;
   }
   return launch_finish<BwdRowTraits<Traits>>(params.rows, stream);
