@@ -2,9 +2,11 @@
 
   python tools/sanitize.py [-j N] [TEXT ...] on a GPU, of kernels whose name contains a TEXT ("fa1",
                                              "bfloat16"), N runs side by side; writes
-                                             bench/results/<gpu>/<date>-<commit>-sanitizer.json
+                                             bench/results/<gpu>/<date>-<commit>-sanitizer.json;
+                                             --package FOLDER: another build, such as build/volta
   python tools/sanitize.py --calls GROUP     the calls themselves, which each tool watches; GROUP is
-                                             fa2-bfloat16-64 or the like; --forward: no gradients
+                                             fa2-bfloat16-64 or the like; --forward: no gradients;
+                                             --whole-tiles: the problem where all warps do the same
 
 Every tensor is its own allocation, so that memcheck sees a step outside; inputs are made on the CPU and
 copied, so that no other kernel needs to be watched; two CTAs share the tiles, so that pipelines wrap.
@@ -43,6 +45,7 @@ CALLS = {
         "spare": 2,
     },
 }
+WHOLE_TILES = {"whole tiles": {"lengths_q": (256,), "lengths_k": (193,)}}
 
 
 def compute_sanitizer() -> str:
@@ -55,8 +58,8 @@ def group_of(kernel) -> str:
     return "-".join(str(kernel).split("-")[:3])
 
 
-def calls(group: str, with_gradients: bool) -> None:
-    """Every kernel of the group on every problem of CALLS; a result that is plainly wrong ends it."""
+def calls(group: str, problems: dict, with_gradients: bool) -> None:
+    """Every kernel of the group on every problem; a result that is plainly wrong ends it."""
     import bed
     import compare
     import torch
@@ -71,7 +74,7 @@ def calls(group: str, with_gradients: bool) -> None:
         if group_of(kernel) != group:
             continue
         modified = {"softcap": 5.0, "alibi": 1, "dropout_p": 0.2} if kernel.modified else {}
-        for name, problem in CALLS.items():
+        for name, problem in problems.items():
             problem = problem | modified
             inputs, options, dout, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
             got = {"out": kernel.forward(**inputs, **options, max_ctas=2)[0]}
@@ -87,36 +90,33 @@ def calls(group: str, with_gradients: bool) -> None:
     print(f"{count} calls")
 
 
-def watched(tool: str, group: str) -> str:
-    """What the names of the kernels contain that a tool watches; nothing where it can watch none.
+def runs(tool: str, group: str) -> list[tuple[str, ...]]:
+    """What a tool watches in a group: a part of the kernels' names, and what the calls are asked for.
 
     racecheck knows no TMA and no wgmma: fa3 is left to the jitter build (tests/README.md). In fa2's forward
-    above 128 columns warps meet in pairs, each pair as often as its rows need; it then loses the block's
-    barriers too, and reports what one thread writes before __syncthreads() and all read behind.
+    above 128 columns warps meet in pairs, each pair as often as its rows need; where that differs it loses
+    the block's barriers too, and reports what one thread writes before __syncthreads() and all read behind.
+    initcheck does not see what a bulk copy writes to global memory, fa3's sums of dQ: its gradients are left
+    to the guard band tests, whose workspace is full of NaN.
     """
-    if group.startswith("fa3") and tool == "racecheck":
-        return ""
-    in_pairs = group.startswith("fa2") and group.endswith(("-192", "-256"))
-    return "bwd_kernel" if tool == "racecheck" and in_pairs else "flash_ext"
+    if group.startswith("fa3"):
+        return {"racecheck": [], "initcheck": [("flash_ext", "--forward")]}.get(tool, [("flash_ext",)])
+    if tool == "racecheck" and group.startswith("fa2") and group.endswith(("-192", "-256")):
+        return [("bwd_kernel",), ("fwd_kernel", "--forward", "--whole-tiles")]
+    return [("flash_ext",)]
 
 
-def is_forward_only(tool: str, group: str) -> bool:
-    """initcheck does not see what a bulk copy writes to global memory, fa3's sums of dQ: its gradients are
-    left to the guard band tests, whose workspace is full of NaN."""
-    return group.startswith("fa3") and tool == "initcheck"
-
-
-def watch(job: tuple[str, str]) -> dict:
-    """Runs the calls of a group of kernels under one tool."""
-    tool, group = job
+def watch(job: tuple[str, ...]) -> dict:
+    """Runs calls of a group of kernels under one tool."""
+    package, tool, group, kernels, *asked = job
     command = [
         compute_sanitizer(),
         f"--tool={tool}",
         "--print-limit=20",
         *TOOLS[tool],
-        f"--kernel-name=kns={watched(tool, group)}",
+        f"--kernel-name=kns={kernels}",
     ]
-    command += [sys.executable, __file__, "--calls", group, *["--forward"] * is_forward_only(tool, group)]
+    command += [sys.executable, __file__, "--calls", group, "--package", package, *asked]
     start = time.monotonic()
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -125,7 +125,7 @@ def watch(job: tuple[str, str]) -> dict:
     counted = re.search(r"^(\d+) calls$", text, re.MULTILINE)
     result = {
         "tool": tool,
-        "kernels": group,
+        "kernels": " ".join([group, *asked]),
         "calls": int(counted[1]) if counted else 0,
         "summary": summary[1] if summary else "none",
         "seconds": round(time.monotonic() - start),
@@ -143,20 +143,23 @@ def main() -> int:
     parser.add_argument("-j", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--calls", metavar="GROUP")
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--whole-tiles", action="store_true")
+    parser.add_argument("--package", metavar="FOLDER", default=ROOT, type=Path)
     parser.add_argument("texts", metavar="TEXT", nargs="*", default=[""])
     options = parser.parse_args()
+    sys.path.insert(0, str(options.package.resolve()))
     if options.calls:
-        calls(options.calls, not options.forward)
+        calls(options.calls, WHOLE_TILES if options.whole_tiles else CALLS, not options.forward)
         return 0
     import bed
 
     wanted = (kernel for kernel in bed.KERNELS if any(text in str(kernel) for text in options.texts))
     groups = dict.fromkeys(group_of(kernel) for kernel in wanted)
     jobs = [
-        (tool, group)
+        (str(options.package), tool, group, *run)
         for tool in sorted(TOOLS, key=lambda tool: tool != "racecheck")  # the slowest first
         for group in groups
-        if watched(tool, group)
+        for run in runs(tool, group)
     ]
     with ThreadPoolExecutor(options.j) as pool:
         results = list(pool.map(watch, jobs))
@@ -168,7 +171,8 @@ def main() -> int:
     head["compute_sanitizer"] = version.strip().splitlines()[-1] if version.strip() else None
     folder = ROOT / "bench/results" / re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower())
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{head['date']}-{head['commit']}-sanitizer.json"
+    build = "" if options.package.samefile(ROOT) else f"-{options.package.name}"
+    path = folder / f"{head['date']}-{head['commit']}-sanitizer{build}.json"
     path.write_text(json.dumps({"header": head, "runs": results}, indent=1) + "\n")
     clean = sum(result["clean"] for result in results)
     print(f"{clean} of {len(results)} runs clean, {sum(result['calls'] for result in results)} calls\n{path}")
