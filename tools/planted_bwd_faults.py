@@ -69,6 +69,15 @@ ROWS = [
         "",
     ),
     (
+        "wide: a turn ends before its addition",
+        SAME_BITS,
+        PRODUCER,
+        "          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
+        "          pass_turn(params.turns + Traits::kSlabs * slot + slab);\n"
+        "          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
+        True,
+    ),
+    (
         "nobody waits for a turn",
         SAME_BITS,
         "device/mbarrier.cuh",
