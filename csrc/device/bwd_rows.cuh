@@ -1,9 +1,8 @@
 // The row kernels of a backward, around its main kernel: see bwd_rows.h. Memory-bound: they read O
 // and dO once, and dQ's sums once.
 //
-// Traits: Element, kBlockM, kHeadDim and kHeadDimV (the buckets), kDqVector (see dq_index), and how
-// its kernels are launched and begin, as InStreamOrder. A main kernel has Traits of its own, so
-// each instance has row kernels of its own too.
+// Traits: Element, kBlockM, kHeadDim and kHeadDimV (the buckets), kDqVector (see dq_index). A main
+// kernel has Traits of its own, so each instance has row kernels of its own too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,19 +16,6 @@ namespace flash_ext::device {
 
 constexpr int kRowThreads = 256;
 constexpr int kLanesPerRow = 8;  // each takes 8 columns of every 64
-
-// A kernel begins when the one before it is complete.
-struct InStreamOrder {
-  static __device__ __forceinline__ void begin() {}
-#ifndef __CUDACC_RTC__
-  template <typename Params>
-  static cudaError_t launch(void (*kernel)(Params), int64_t grid, int threads, int smem_bytes,
-                            cudaStream_t stream, const Params& params) {
-    kernel<<<static_cast<unsigned>(grid), threads, smem_bytes, stream>>>(params);
-    return cudaGetLastError();
-  }
-#endif
-};
 
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
@@ -104,7 +90,6 @@ template <typename Traits>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_kernel(const __grid_constant__ BwdRowsParams params) {
   constexpr int kBlockM = Traits::kBlockM, kSums = kBlockM * Traits::kHeadDim / 4;
-  Traits::begin();
   const int64_t stride = int64_t{gridDim.x} * kRowThreads;
   for (int64_t i = int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < params.num_counters;
        i += stride) {
@@ -150,7 +135,6 @@ __global__ void __launch_bounds__(kRowThreads)
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM, kRowBlocks = kBlockM / 16;
   constexpr int kUnits = kRowBlocks * Traits::kHeadDim / 64;  // 16 rows, 64 columns: a warp's
-  Traits::begin();
   const RowTile tile = find_row_tile<kBlockM>(params.q, params.tiles, blockIdx.x);
   if (tile.block * kBlockM >= tile.rows) return;
   const float* sums = params.dq_sum + tile.slot * kBlockM * Traits::kHeadDim;
@@ -191,7 +175,6 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename Traits>
 __global__ void __launch_bounds__(kRowThreads)
     d_sink_kernel(const __grid_constant__ BwdRowsParams params) {
-  Traits::begin();
   const int head = blockIdx.x, slots = params.tiles.m_slots;
   const int64_t count = params.tiles.num_tiles / params.q.heads;
   double sum = 0;
@@ -208,18 +191,19 @@ template <typename Traits>
 cudaError_t launch_prepare(const BwdRowsParams& params, cudaStream_t stream) {
   const int64_t tiles = params.tiles.num_tiles;
   if (tiles == 0 && params.num_counters == 0) return cudaSuccess;
-  return Traits::launch(&prepare_kernel<Traits>, tiles ? tiles : 1, kRowThreads, 0, stream, params);
+  prepare_kernel<Traits><<<tiles ? tiles : 1, kRowThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 // Behind the main kernel.
 template <typename Traits>
 cudaError_t launch_finish(const BwdRowsParams& params, cudaStream_t stream) {
   const int64_t tiles = params.tiles.num_tiles;
-  cudaError_t error = cudaSuccess;
-  if (tiles > 0)
-    error = Traits::launch(&finish_kernel<Traits>, tiles, kRowThreads, 0, stream, params);
+  if (tiles > 0) finish_kernel<Traits><<<tiles, kRowThreads, 0, stream>>>(params);
+  const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || !params.sinks || params.q.heads == 0) return error;
-  return Traits::launch(&d_sink_kernel<Traits>, params.q.heads, kRowThreads, 0, stream, params);
+  d_sink_kernel<Traits><<<params.q.heads, kRowThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 #endif

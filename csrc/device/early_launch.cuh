@@ -22,31 +22,25 @@ __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// A sequence of kernels that all begin so: each is complete only after the one before it.
-struct Early {
-  static __device__ __forceinline__ void begin() {
-    let_next_kernel_start();
-    wait_for_kernel_before();
-  }
-  template <typename Params>
-  static cudaError_t launch(void (*kernel)(Params), int64_t grid, int threads, int smem_bytes,
-                            cudaStream_t stream, const Params& params) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(grid)), config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &early, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, params);
-  }
-};
+template <typename Params>
+cudaError_t launch_early(void (*kernel)(Params), int64_t grid, int threads, int smem_bytes,
+                         cudaStream_t stream, const Params& params) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid)), config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
 
 // Clears a counter for the kernel behind it. Unlike a memset it does not keep that one from
 // starting early.
 static __global__ void clear_kernel(uint32_t* counter) {
-  Early::begin();
+  let_next_kernel_start();
+  wait_for_kernel_before();
   *counter = 0;
 }
 

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
 
 // What the row kernels know of the main kernel's tiles.
 template <typename Traits>
-struct BwdRowTraits : InStreamOrder {
+struct BwdRowTraits {
   using Element = typename Traits::Element;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kHeadDim = Traits::kDqColumns, kHeadDimV = Traits::kHeadDim;

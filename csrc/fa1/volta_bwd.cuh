@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
 
 // What the row kernels know of the main kernel's tiles.
 template <typename Cut>
-struct VoltaBwdRowTraits : InStreamOrder {
+struct VoltaBwdRowTraits {
   using Element = __half;
   static constexpr int kBlockM = Cut::kBlockM;
   static constexpr int kHeadDim = Cut::kDqColumns, kHeadDimV = Cut::kHeadDim;

@@ -323,7 +323,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const BwdSmem<Traits> smem(smem_address(dynamic) + kBwdBarrierBytes);
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
-  Early::begin();
 
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);  // 0: the producer's group
   if (role == 0) {

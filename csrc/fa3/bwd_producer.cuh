@@ -2,7 +2,6 @@
 #pragma once
 
 #include "device/bwd_rows.cuh"
-#include "device/early_launch.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
 #include "fa3/bwd_traits.cuh"
@@ -257,14 +256,14 @@ __device__ __forceinline__ void end_turns(const BwdParams& params, BwdBarriers<T
 
 // What the row kernels know of the main kernel's tiles.
 template <typename Traits>
-struct BwdRowTraits : Early {
+struct BwdRowTraits {
   using Element = typename Traits::Element;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kHeadDim = slab_columns(Traits::kHeadDim), kHeadDimV = Traits::kHeadDimV;
   static constexpr bool kDqVector = true;
 };
 
-// prepare, the main kernel, finish: each is launched before the one ahead of it has ended.
+// prepare, the main kernel, finish.
 template <typename Traits>
 cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, int64_t grid,
                             cudaStream_t stream) {
@@ -274,7 +273,8 @@ cudaError_t launch_backward(void (*kernel)(BwdParams), const BwdParams& params, 
   error = launch_prepare<BwdRowTraits<Traits>>(params.rows, stream);
   if (error != cudaSuccess) return error;
   if (grid > 0) {
-    error = Early::launch(kernel, grid, Traits::kThreads, Traits::kSmemBytes, stream, params);
+    kernel<<<static_cast<unsigned>(grid), Traits::kThreads, Traits::kSmemBytes, stream>>>(params);
+    error = cudaGetLastError();
     if (error != cudaSuccess) return error;
   }
   return launch_finish<BwdRowTraits<Traits>>(params.rows, stream);

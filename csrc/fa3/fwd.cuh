@@ -351,7 +351,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     tma_prefetch_map(params.v);
   }
   __syncthreads();
-  Early::begin();
+  let_next_kernel_start();
+  wait_for_kernel_before();
 
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // 0: the producer
   if (role == 0) {
@@ -377,10 +378,10 @@ cudaError_t launch_fwd(const FwdParams& params, int64_t grid, cudaStream_t strea
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSmemBytes);
   if (error != cudaSuccess) return error;
   if (params.next_tile) {
-    const cudaError_t cleared = Early::launch(&clear_kernel, 1, 1, 0, stream, params.next_tile);
+    const cudaError_t cleared = launch_early(&clear_kernel, 1, 1, 0, stream, params.next_tile);
     if (cleared != cudaSuccess) return cleared;
   }
-  return Early::launch(kernel, grid, Traits::kThreads, Traits::kSmemBytes, stream, params);
+  return launch_early(kernel, grid, Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
 }  // namespace flash_ext::fa3
