@@ -37,7 +37,6 @@ inline void fill_bwd_rows(const Problem& p, const BwdTensors& t, int block_m, in
               p.nheads};
   params.tiles = make_scheduler(p, block_m);
   params.tiles.longest_first = 0;
-  params.tiles.lanes_per_group = std::max(1, p.nheads);  // tiles of the same rows: memory's order
   params.out = t.out, params.dout = t.dout, params.dq = t.dq;
   params.out_stride = p.out, params.dout_stride = p.dout, params.dq_stride = p.dq;
   params.lse = static_cast<const float*>(t.lse);
