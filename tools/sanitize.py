@@ -45,7 +45,8 @@ CALLS = {
         "spare": 2,
     },
 }
-WHOLE_TILES = {"whole tiles": {"lengths_q": (256,), "lengths_k": (193,)}}
+# All warps do the same: no row or key is missing, and no score passes the first block's maximum by far.
+WHOLE_TILES = {"whole tiles": {"lengths_q": (256,), "lengths_k": (192,), "alibi": 0}}
 
 
 def compute_sanitizer() -> str:
@@ -75,7 +76,7 @@ def calls(group: str, problems: dict, with_gradients: bool) -> None:
             continue
         modified = {"softcap": 5.0, "alibi": 1, "dropout_p": 0.2} if kernel.modified else {}
         for name, problem in problems.items():
-            problem = problem | modified
+            problem = modified | problem
             inputs, options, dout, _ = kernel.fits(**problem, nheads_k=1).tensors(bed.DEVICE)
             got = {"out": kernel.forward(**inputs, **options, max_ctas=2)[0]}
             if has_backward := kernel.has_backward and with_gradients:
