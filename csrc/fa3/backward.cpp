@@ -94,10 +94,10 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
     const int64_t bytes = int64_t{8} * instance.head_dim * p.total_q * p.nheads / lanes;
     const int64_t shared = kL2Bytes / std::max<int64_t>(1, bytes);
     const int64_t outlast = 2 * sms / (slots + 1) + 1;
-    // CTAs of a head walk over the same queries together, so 16 of them share enough. In a fixed
-    // order each follows the one before at the distance of an addition to dQ, and the last ones
-    // begin late: then 4, for a head of q.
-    const int64_t few = p.deterministic ? sms / 4 * p.nheads_k / std::max(1, p.nheads) : sms / 16;
+    // CTAs of a head walk over the same queries together, so 16 for a head of q share enough. In a
+    // fixed order each follows the one before at the distance of an addition to dQ, and the last
+    // ones begin late: then 4.
+    const int64_t few = sms / (p.deterministic ? 4 : 16) * p.nheads_k / std::max(1, p.nheads);
     group = std::max({shared, outlast, few});
   } else if (p.deterministic) {
     // As many heads side by side as CTAs have room for twice over, that blocks of keys begin about
