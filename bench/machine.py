@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import re
 import shutil
@@ -50,6 +51,12 @@ def _tool_version(tool: str) -> str | None:
     return found.group(1) if found else None
 
 
+def _smi(query: str) -> list[str]:
+    """nvidia-smi's command that asks the GPU in use, of perhaps several."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    return ["nvidia-smi", f"--id={gpu}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+
+
 def header(name: str, device: str, copy_tbs=None, cublas_tflops=None, clocks_mhz=None) -> dict:
     is_cuda = device == "cuda"
     return {
@@ -59,9 +66,7 @@ def header(name: str, device: str, copy_tbs=None, cublas_tflops=None, clocks_mhz
         "gpu": device_name(device) if is_cuda else None,
         "cpu": device_name("cpu"),
         "threads": torch.get_num_threads(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if is_cuda
-        else None,
+        "driver": _output(*_smi("driver_version")) if is_cuda else None,
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,
         "nvcc": _tool_version("nvcc"),
@@ -89,13 +94,7 @@ class Clocks:
     def __init__(self, device: str):
         self.command = None
         if device == "cuda" and shutil.which("nvidia-smi"):
-            self.command = [
-                "nvidia-smi",
-                "--query-gpu=clocks.sm",
-                "--format=csv,noheader,nounits",
-                "-lms",
-                "500",
-            ]
+            self.command = [*_smi("clocks.sm"), "-lms", "500"]
         self.mhz = None
 
     def __enter__(self):

@@ -168,12 +168,13 @@ def main() -> int:
 
     head = machine.header("sanitizer", "cuda")
     version = subprocess.run([compute_sanitizer(), "--version"], capture_output=True, text=True).stdout
-    head["kernels"] = " or ".join(options.texts) or "all"
+    other = "" if options.package.samefile(ROOT) else options.package.name
+    head["kernels"], head["package"] = " or ".join(options.texts) or "all", other or None
     head["compute_sanitizer"] = version.strip().splitlines()[-1] if version.strip() else None
     folder = ROOT / "bench/results" / re.sub(r"[^a-z0-9]+", "-", head["gpu"].lower())
     folder.mkdir(parents=True, exist_ok=True)
-    build = "" if options.package.samefile(ROOT) else f"-{options.package.name}"
-    path = folder / f"{head['date']}-{head['commit']}-sanitizer{build}.json"
+    name = f"sanitizer-{other}" if other else "sanitizer"
+    path = folder / f"{head['date']}-{head['commit']}-{name}.json"
     path.write_text(json.dumps({"header": head, "runs": results}, indent=1) + "\n")
     clean = sum(result["clean"] for result in results)
     print(f"{clean} of {len(results)} runs clean, {sum(result['calls'] for result in results)} calls\n{path}")
