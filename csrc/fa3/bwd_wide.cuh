@@ -278,7 +278,8 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::add_dq(const BwdWork& w
   }
 }
 
-// What this warp added to a slab of dQ, long before, is there: the next block of keys may add.
+// What this warp added to a slab of dQ, long before, is there: the next block of keys may add. What
+// threads added themselves needs no fence here: end_turns releases it with the turn.
 template <typename Traits>
 __device__ __forceinline__ void BwdWideConsumer<Traits>::end_turn(int slab) const {
   if (!params.turns) return;
