@@ -72,9 +72,9 @@ ROWS = [
         "wide: a turn ends before its addition",
         SAME_BITS,
         PRODUCER,
-        "          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
-        "          pass_turn(params.turns + Traits::kSlabs * slot + slab);\n"
-        "          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
+        "        mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
+        "        pass_turn(params.turns + Traits::kSlabs * slot + slab);\n"
+        "        mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);\n",
         True,
     ),
     (

@@ -165,6 +165,18 @@ __device__ __forceinline__ int blocks_before(const BwdWork& work, int m) {
          block_range<Traits::kBlockN>(work.seen_by.visible(), m * Traits::kBlockM, m_end).min;
 }
 
+// Calls f(work) for every block of keys that load_tiles finds and that has rows.
+template <typename Traits, typename F>
+__device__ __forceinline__ void for_each_tile(BwdBarriers<Traits>& barriers, F&& f) {
+  for (uint32_t tile = 0;; ++tile) {
+    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    const BwdWork& work = barriers.works[tile % 2];
+    if (work.keys.head < 0) return;
+    if (has_rows<Traits>(work)) f(work);
+    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
+  }
+}
+
 // Adds what the consumers leave in one stage of shared memory to the sums of dQ: a thread a stage,
 // so that an addition may take longer than a step. The first block of keys that sees a block of
 // queries stores, so nobody has to clear the sums; the others wait for it, or, when deterministic,
@@ -174,11 +186,8 @@ template <typename Traits>
 __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Traits>& smem,
                                        BwdBarriers<Traits>& barriers, uint32_t stage) {
   uint32_t blocks = 0;
-  for (uint32_t tile = 0;; ++tile) {
-    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
-    const BwdWork& work = barriers.works[tile % 2];
-    if (work.keys.head < 0) break;
-    auto add = [&](int m, int member) {
+  for_each_tile(barriers, [&](const BwdWork& work) {
+    for_each_q_block(params, work, [&](int m, int member) {
       if (blocks++ % Traits::kDqStages != stage) return;
       const int64_t slot = q_slot<Traits>(params, work, m, member);
       float* sums = params.rows.dq_sum + slot * (Traits::kDqBytes / 4);
@@ -195,10 +204,8 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Tr
         tma_store_wait();
         pass_turn(turn);
       }
-    };
-    if (has_rows<Traits>(work)) for_each_q_block(params, work, add);
-    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
-  }
+    });
+  });
   tma_store_wait();  // before shared memory goes
 }
 
@@ -209,21 +216,16 @@ __device__ __forceinline__ void watch_turns(const BwdParams& params, BwdBarriers
                                             int slab) {
   const uint32_t come = smem_address(&barriers.turn_come[slab]);
   uint32_t blocks = 0;
-  for (uint32_t tile = 0;; ++tile) {
-    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
-    const BwdWork& work = barriers.works[tile % 2];
-    if (work.keys.head < 0) break;
-    if (params.turns && has_rows<Traits>(work)) {
-      for_each_q_block(params, work, [&](int m, int member) {
-        const int64_t slot = q_slot<Traits>(params, work, m, member);
-        wait_for_turn(params.turns + Traits::kSlabs * slot + slab, blocks_before<Traits>(work, m));
-        if (blocks > 0) mbarrier_wait(come, (blocks - 1) % 2);
-        mbarrier_arrive(come);
-        ++blocks;
-      });
-    }
-    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
-  }
+  for_each_tile(barriers, [&](const BwdWork& work) {
+    if (!params.turns) return;
+    for_each_q_block(params, work, [&](int m, int member) {
+      const int64_t slot = q_slot<Traits>(params, work, m, member);
+      wait_for_turn(params.turns + Traits::kSlabs * slot + slab, blocks_before<Traits>(work, m));
+      if (blocks > 0) mbarrier_wait(come, (blocks - 1) % 2);
+      mbarrier_arrive(come);
+      ++blocks;
+    });
+  });
 }
 
 // Tells other CTAs when this one's turn is over: another thread, for that takes as long as half of
@@ -233,23 +235,18 @@ __device__ __forceinline__ void end_turns(const BwdParams& params, BwdBarriers<T
   uint32_t blocks = 0;
   for (int slab = 0; slab < Traits::kSlabs; ++slab)
     mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
-  for (uint32_t tile = 0;; ++tile) {
-    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
-    const BwdWork& work = barriers.works[tile % 2];
-    if (work.keys.head < 0) break;
-    if (params.turns && has_rows<Traits>(work)) {
-      for_each_q_block(params, work, [&](int m, int member) {
-        const int64_t slot = q_slot<Traits>(params, work, m, member);
-        for (int slab = 0; slab < Traits::kSlabs; ++slab) {
-          mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);
-          mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
-          pass_turn(params.turns + Traits::kSlabs * slot + slab);
-        }
-        ++blocks;
-      });
-    }
-    mbarrier_arrive(smem_address(&barriers.tile_empty[tile % 2]));
-  }
+  for_each_tile(barriers, [&](const BwdWork& work) {
+    if (!params.turns) return;
+    for_each_q_block(params, work, [&](int m, int member) {
+      const int64_t slot = q_slot<Traits>(params, work, m, member);
+      for (int slab = 0; slab < Traits::kSlabs; ++slab) {
+        mbarrier_wait(smem_address(&barriers.turn_over[slab]), blocks % 2);
+        mbarrier_arrive(smem_address(&barriers.turn_come[slab]));
+        pass_turn(params.turns + Traits::kSlabs * slot + slab);
+      }
+      ++blocks;
+    });
+  });
 }
 
 // ---- launch -----------------------------------------------------------------------------------
