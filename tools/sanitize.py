@@ -110,6 +110,8 @@ def runs(tool: str, group: str) -> list[tuple[str, ...]]:
 def watch(job: tuple[str, ...]) -> dict:
     """Runs calls of a group of kernels under one tool."""
     package, tool, group, kernels, *asked = job
+    library = Path(package) / f"flash_ext/lib/{group.partition('-')[0]}.so"
+    assert kernels.encode() in library.read_bytes(), f"no kernel of {library} is named {kernels}"
     command = [
         compute_sanitizer(),
         f"--tool={tool}",
