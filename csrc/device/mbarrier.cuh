@@ -48,19 +48,35 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
 }
 
 // Waits until the phase of this parity is complete. A fresh barrier passes a wait for parity 1.
+// kSleep: after how many nanoseconds to look again at least; 0: when the hardware thinks fit.
+template <int kSleep = 0>
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   jitter();
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra over;\n"
-      "bra again;\n"
-      "over:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  if constexpr (kSleep == 0) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity), "n"(kSleep)
+        : "memory");
+  }
 }
 
 // Named barrier `id` of `threads` threads, those that sync and those that only arrive counted.

@@ -38,6 +38,9 @@ struct BwdConsumer {
   const int group;                 // 0, 1
   uint32_t blocks = 0, tiles = 0;  // of queries, of keys: where the rings stand
 
+  static __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+    mbarrier_wait<Traits::kSleep>(smem_address(&barrier), parity);
+  }
   __device__ __forceinline__ uint32_t stage() const { return blocks % Traits::kStages; }
   __device__ __forceinline__ uint32_t phase() const { return blocks / Traits::kStages % 2; }
   // Where dQ is late, S^T and dP^T are computed in turns, so that one warp group's softmax hides
@@ -87,7 +90,7 @@ struct BwdConsumer {
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
                    b_first = descriptor_mn_major(afresh(k), kSlabN);
     // Both halves of dS are written.
-    mbarrier_wait(smem_address(&barriers.ds_full[of % Traits::kStages]), of / Traits::kStages % 2);
+    wait(barriers.ds_full[of % Traits::kStages], of / Traits::kStages % 2);
     wgmma_own(c);
     wgmma_fence();
 #pragma unroll
@@ -123,7 +126,7 @@ struct BwdConsumer {
   __device__ __forceinline__ void run();
   __device__ __forceinline__ void differentiate(const BwdWork& work, float (&dk)[kDk],
                                                 float (&dv)[kDv]);
-  template <bool kFirst>
+  template <bool kHasDq>
   __device__ __forceinline__ void step(const BwdWork& work, int m, int member, float (&dk)[kDk],
                                        float (&dv)[kDv]);
   __device__ __forceinline__ void write_dq(const float (&dq)[kDq], uint32_t of) const;
@@ -133,9 +136,9 @@ struct BwdConsumer {
                                                  const float (&c)[kCount], float scale) const;
 };
 
-// One block of queries; where dQ is late, that of the block before, if there was one.
+// One block of queries. Its dQ, or where dQ is late that of the block before, if kHasDq.
 template <typename Traits>
-template <bool kFirst>
+template <bool kHasDq>
 __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, int m, int member,
                                                           float (&dk)[kDk], float (&dv)[kDv]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -146,8 +149,13 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   uint32_t p_rounded[kS / 8][4], ds_rounded[kS / 8][4];
   const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
 
-  mbarrier_wait(smem_address(&barriers.q_full[stage()]), phase());   // Q and lse are there
-  mbarrier_wait(smem_address(&barriers.do_full[stage()]), phase());  // dO and delta too
+  // Loads from shared memory queue behind products, so this one comes before them; where the warp
+  // groups walk side by side, it is better late.
+  auto is_masked = [&] { return m < work.range.full_min || m >= work.range.full_max; };
+  const bool known_masked = Traits::kDqLate && is_masked();
+
+  wait(barriers.q_full[stage()], phase());   // Q and lse are there
+  wait(barriers.do_full[stage()], phase());  // dO and delta too
   wait_turn();
   issue_scores<Traits::kHeadDim>(s, smem.k, q);
   issue_scores<Traits::kHeadDimV>(dp, smem.v, dout);
@@ -168,7 +176,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
       return make_float4(delta.x, delta.y, delta.x, delta.y);
     });
   }
-  if (m < work.range.full_min || m >= work.range.full_max)
+  if (Traits::kDqLate ? known_masked : is_masked())
     apply_mask(s, work.seen_by, key + lane / 4, m * Traits::kBlockM);
   const float scale_log2 = Traits::kModified ? kLog2e : params.softmax_scale_log2;
 #pragma unroll
@@ -194,16 +202,18 @@ __device__ __forceinline__ void BwdConsumer<Traits>::step(const BwdWork& work, i
   round(ds_rounded, dp);
 
   // dQ of two blocks before has read what was there.
-  mbarrier_wait(smem_address(&barriers.ds_empty[stage()]), phase() ^ 1);
+  wait(barriers.ds_empty[stage()], phase() ^ 1);
   write_tile(smem.ds + stage() * Traits::kDsBytes, ds_rounded);
+  // A fence waits for the products before it too. Where the other warp group waits for dS it comes
+  // first.
+  if constexpr (Traits::kDqLate) issue_gradient(dv, p_rounded, dout);
   async_proxy_fence();
   __syncwarp();
   release(barriers.ds_full[stage()]);
+  if constexpr (!Traits::kDqLate) issue_gradient(dv, p_rounded, dout);
 
-  constexpr bool kHasDq = !Traits::kDqLate || !kFirst;
   const uint32_t dq_block = blocks - (Traits::kDqLate ? 1 : 0);
   float dq[kDq];
-  issue_gradient(dv, p_rounded, dout);
   if constexpr (kHasDq) issue_dq(dq, dq_block);
   issue_gradient(dk, ds_rounded, q);
   wgmma_wait<1>();  // dV and dQ
@@ -227,7 +237,7 @@ __device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[
   const uint32_t thread = afresh(threadIdx.x), lane = thread % 32, warp = thread / 32 % 4;
   const uint32_t dq_stage = of % Traits::kDqStages;
   // What was there has been added.
-  mbarrier_wait(smem_address(&barriers.dq_empty[dq_stage]), of / Traits::kDqStages % 2 ^ 1);
+  wait(barriers.dq_empty[dq_stage], of / Traits::kDqStages % 2 ^ 1);
   const uint32_t tile = smem.dq + dq_stage * Traits::kDqBytes;
 #pragma unroll
   for (int j = 0; j < kDq / 4; ++j) {
@@ -236,7 +246,6 @@ __device__ __forceinline__ void BwdConsumer<Traits>::write_dq(const float (&dq)[
     const int at = dq_index<Traits::kBlockM, true>(slab, row_block, j % 8, lane, 0);
     st_shared_floats(tile + at * 4, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
-  async_proxy_fence();
   __syncwarp();
   release(barriers.dq_full[dq_stage]);
 }
@@ -245,14 +254,17 @@ template <typename Traits>
 __device__ __forceinline__ void BwdConsumer<Traits>::differentiate(const BwdWork& work,
                                                                    float (&dk)[kDk],
                                                                    float (&dv)[kDv]) {
-  mbarrier_wait(smem_address(&barriers.k_full), tiles % 2);
-  mbarrier_wait(smem_address(&barriers.v_full), tiles % 2);
+  wait(barriers.k_full, tiles % 2);
+  wait(barriers.v_full, tiles % 2);
   ++tiles;
   if (work.range.min >= work.range.max) return;
-  for_each_q_block(
-      params, work, [&](int m, int member) { step<true>(work, m, member, dk, dv); },
-      [&](int m, int member) { step<false>(work, m, member, dk, dv); });
-  if constexpr (Traits::kDqLate) {
+  auto step_with_dq = [&](int m, int member) { step<true>(work, m, member, dk, dv); };
+  if constexpr (!Traits::kDqLate) {
+    for_each_q_block(params, work, step_with_dq);
+  } else {
+    for_each_q_block(
+        params, work, [&](int m, int member) { step<false>(work, m, member, dk, dv); },
+        step_with_dq);
     float dq[kDq];
     issue_dq(dq, blocks - 1);
     wgmma_wait<0>();
@@ -297,7 +309,7 @@ template <typename Traits>
 __device__ __forceinline__ void BwdConsumer<Traits>::run() {
   if (group == 1) pass_turn();  // the first turn is group 0's
   for (uint32_t tile = 0;; ++tile) {
-    mbarrier_wait(smem_address(&barriers.tile_full[tile % 2]), tile / 2 % 2);
+    wait(barriers.tile_full[tile % 2], tile / 2 % 2);
     const BwdWork& work = barriers.works[tile % 2];
     if (work.keys.head < 0) break;
     if (has_rows<Traits>(work)) {

@@ -57,11 +57,12 @@ __device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork
 template <typename First, typename Next>
 __device__ __forceinline__ void for_each_q_block(const BwdParams& params, const BwdWork& work,
                                                  First&& first, Next&& next) {
+  const int min = work.range.min;
   int m = work.range.max - 1, member = 0;
   first(m, member);
   for (;;) {
     if (++member == params.heads_per_kv) --m, member = 0;
-    if (m < work.range.min) break;
+    if (m < min) break;
     next(m, member);
   }
 }
@@ -195,6 +196,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, const BwdSmem<Tr
       const int before = blocks_before<Traits>(work, m);
       if (before > 0) wait_for_turn(turn, params.deterministic ? before : 1);
       mbarrier_wait(smem_address(&barriers.dq_full[stage]), (blocks - 1) / Traits::kDqStages % 2);
+      async_proxy_fence();  // of what the consumers wrote: theirs would wait for their products
       const uint32_t dq = smem.dq + stage * Traits::kDqBytes;
       before > 0 ? bulk_add(sums, dq, Traits::kDqBytes) : bulk_store(sums, dq, Traits::kDqBytes);
       tma_store_commit();

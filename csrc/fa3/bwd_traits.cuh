@@ -39,6 +39,8 @@ struct BwdTraits {
   // Blocks of 128 queries: dQ is computed a block late, so that the warp groups need not meet, and
   // S and dP in turns. With 64, whose steps are half as long, that gains nothing.
   static constexpr bool kDqLate = kBlockM == 128;
+  // Nanoseconds after which a waiting consumer looks again; 0: when the hardware wakes it.
+  static constexpr int kSleep = kDqLate ? 0 : 32;
   // They add up to what the launch gives the block: 168 x 384.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(kBlockN == 64 * kConsumers, "a warp group owns 64 keys");

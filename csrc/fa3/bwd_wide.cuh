@@ -156,6 +156,8 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_p(const BwdWork& 
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   const float slope = Traits::kModified ? slope_of(params, work, member) : 0.f;
   float lse[2];
+  // Loads from shared memory queue behind products: this one comes before them.
+  const bool is_masked = m < work.range.full_min || m >= work.range.full_max;
   mbarrier_wait(smem_address(&barriers.do_full[do_stage()]), do_phase());  // dO, delta are there
   issue_scores<Traits::kHeadDimV>(dp, smem.dout + do_stage() * Traits::kDoBytes, smem.v);
 #pragma unroll
@@ -179,8 +181,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::write_p(const BwdWork& 
       return make_float4(delta[0], delta[0], delta[1], delta[1]);
     });
   }
-  if (m < work.range.full_min || m >= work.range.full_max)
-    apply_mask(s, work.seen_by.visible(), m * Traits::kBlockM + row, key);
+  if (is_masked) apply_mask(s, work.seen_by.visible(), m * Traits::kBlockM + row, key);
   const float scale_log2 = Traits::kModified ? kLog2e : params.softmax_scale_log2;
 #pragma unroll
   for (int i = 0; i < kS; ++i) {
