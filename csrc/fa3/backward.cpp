@@ -63,11 +63,12 @@ bool is_aligned(const Strides& stride, const Extent& of) {
          (of.heads <= 1 || stride.head % 8 == 0);
 }
 
-// About `size` of `lanes` things in a group, so that the last group is whole, or nearly.
+// About `size` of `lanes` things in a group, so that the last group is whole, or nearly; the
+// smaller of two such numbers.
 int64_t even_group(int64_t lanes, int64_t size) {
   int64_t best = size, best_cost = lanes;
   for (int64_t off = 0; off < best_cost; ++off) {
-    for (const int64_t group : {size + off, size - off}) {
+    for (const int64_t group : {size - off, size + off}) {
       if (group < 1 || group > lanes) continue;
       const int64_t missing = (group - lanes % group) % group;
       if (off + missing < best_cost) best = group, best_cost = off + missing;
@@ -85,6 +86,7 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
   scheduler.m_slots = static_cast<int>(slots);
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
   const int64_t lanes = std::max<int64_t>(1, scheduler.lanes), sms = p.device.sm_count;
+  auto of_k = [&](int64_t of_q) { return of_q * p.nheads_k / std::max(1, p.nheads); };  // heads
   int64_t group = 1;
   if (p.window_right >= 0) {
     // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
@@ -97,12 +99,12 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
     // CTAs of a head walk over the same queries together, so 16 for a head of q share enough. In a
     // fixed order each follows the one before at the distance of an addition to dQ, and the last
     // ones begin late: then 4.
-    const int64_t few = sms / (p.deterministic ? 4 : 16) * p.nheads_k / std::max(1, p.nheads);
+    const int64_t few = of_k(sms / (p.deterministic ? 4 : 16));
     group = std::max({shared, outlast, few});
   } else if (p.deterministic) {
     // As many heads side by side as CTAs have room for twice over, that blocks of keys begin about
-    // when they may add.
-    group = 2 * sms / std::max<int64_t>(1, slots);
+    // when they may add, and 8 of q at least.
+    group = std::max(2 * sms / std::max<int64_t>(1, slots), of_k(8));
   }
   group = even_group(lanes, std::clamp<int64_t>(group, 1, lanes));
   scheduler.lanes_per_group = static_cast<uint32_t>(group);
