@@ -87,7 +87,10 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's shared-memory writes before later reads by TMA or WGMMA.
+// Orders shared-memory writes, this thread's and those of others that it has waited for, before
+// later reads by TMA or WGMMA. PTX says that its effect composes with other synchronization; Lustig
+// et al., 2022, "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", for older
+// proxies: it stands between the two accesses, in the CTA of the one that is not generic.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

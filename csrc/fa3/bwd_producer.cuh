@@ -57,7 +57,7 @@ __device__ __forceinline__ int64_t q_slot(const BwdParams& params, const BwdWork
 template <typename First, typename Next>
 __device__ __forceinline__ void for_each_q_block(const BwdParams& params, const BwdWork& work,
                                                  First&& first, Next&& next) {
-  const int min = work.range.min;
+  const int min = work.range.min;  // read once: such loads queue behind the consumers' products
   int m = work.range.max - 1, member = 0;
   first(m, member);
   for (;;) {
