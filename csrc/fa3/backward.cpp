@@ -86,6 +86,7 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
   scheduler.m_slots = static_cast<int>(slots);
   scheduler.lanes = p.packed_k ? p.nheads_k : p.batch * p.nheads_k;
   const int64_t lanes = std::max<int64_t>(1, scheduler.lanes), sms = p.device.sm_count;
+  auto of_k = [&](int64_t of_q) { return of_q * p.nheads_k / std::max(1, p.nheads); };  // heads
   int64_t group = 1;
   if (p.window_right >= 0) {
     // Longest first over as many heads as keep what they share (Q, dO, dQ) in the L2, but over so
@@ -98,12 +99,12 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
     // CTAs of a head walk over the same queries together, so 16 for a head of q share enough. In a
     // fixed order each follows the one before at the distance of an addition to dQ, and the last
     // ones begin late: then 4.
-    const int64_t few = sms / (p.deterministic ? 4 : 16) * p.nheads_k / std::max(1, p.nheads);
+    const int64_t few = of_k(sms / (p.deterministic ? 4 : 16));
     group = std::max({shared, outlast, few});
   } else if (p.deterministic) {
-    // As many heads side by side as CTAs have room for twice over, that blocks of keys begin about
-    // when they may add.
-    group = 2 * sms / std::max<int64_t>(1, slots);
+    // As many heads side by side as CTAs have room for twice over, and 4 of q at least, that blocks
+    // of keys begin about when they may add.
+    group = std::max(2 * sms / std::max<int64_t>(1, slots), of_k(4));
   }
   group = even_group(lanes, std::clamp<int64_t>(group, 1, lanes));
   scheduler.lanes_per_group = static_cast<uint32_t>(group);
