@@ -198,6 +198,39 @@ def test_plans_of_fa3_backward():
         *halves(head_dim=256), device="sm_90", version="fa3", backward=True, softcap=5.0
     )
     assert modified.tile == (64, 64)
+
+
+def test_blocks_of_keys_are_cut_where_sms_would_idle():
+    if not BUILT["fa3"]:
+        return
+
+    def plan(batch, seqlen, nheads_k, **options):
+        q = halves(batch, seqlen, 16)[0]
+        k = halves(batch, seqlen, nheads_k)[0]
+        return flash_ext.plan(q, k, k, device="sm_90", version="fa3", backward=True, **options)
+
+    def left(plan, batch, seqlen):  # bytes of what parts leave
+        return plan.workspace_bytes - batch * seqlen * 16 * 130 * 4
+
+    of_a_part = 128 * 256 * 4
+    whole = plan(1, 1024, 16)
+    assert whole.grid == 128 and left(whole, 1, 1024) < of_a_part, "128 blocks on 132 SMs"
+    few = plan(1, 2048, 1)
+    assert few.grid == 128 and 16 * 7 <= left(few, 1, 2048) / of_a_part < 16 * 7 + 1, (
+        "16 blocks, 8 parts each"
+    )
+    last = plan(4, 4096, 16)
+    assert last.grid == 132 and 68 * 2 <= left(last, 4, 4096) / of_a_part < 68 * 2 + 1, (
+        "15 x 132 + 68, 3 parts"
+    )
+    causal = plan(2, 8192, 16, causal=True)
+    assert causal.grid == 132 and left(causal, 2, 8192) < of_a_part, "longest first will do"
+    assert plan(1, 2048, 1, causal=True).grid == 132
+    for batch, seqlen in (1, 512), (1, 4096), (3, 5000), (1, 2**17):
+        for nheads_k in 1, 2, 8, 16:
+            for causal in False, True:
+                most = left(plan(batch, seqlen, nheads_k, causal=causal), batch, seqlen) / of_a_part
+                assert most < 4 * 132 + 1, "however long"
     assert (
         "bucket 96" in flash_ext.plan(*halves(head_dim=72), device="sm_90", version="fa3", backward=True).why
     )

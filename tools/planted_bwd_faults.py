@@ -15,7 +15,7 @@ BWD, WIDE, PRODUCER, ROW_KERNELS = (
     "fa3/bwd_producer.cuh",
     "device/bwd_rows.cuh",
 )
-TRAITS, BWD_MODIFY = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh"
+TRAITS, BWD_MODIFY, PARTS = "fa3/bwd_traits.cuh", "device/bwd_modify.cuh", "fa3/bwd_parts.cuh"
 
 ROWS = [
     (
@@ -95,10 +95,26 @@ ROWS = [
         True,
         True,
     ),
+    (
+        "parts not waited for",
+        RULE,
+        PARTS,
+        "wait_for_turn(params.split.ready + work.slot + part, 4 * Traits::kConsumers);",
+        "",
+        True,
+    ),
+    ("first part left out", RULE, PARTS, "int part = 0; part < work.part", "int part = 1; part < work.part"),
+    (
+        "parts overlap",
+        RULE,
+        PARTS,
+        "max(range.min, range.max - split.blocks)",
+        "max(range.min, range.max - split.blocks - 1)",
+    ),
     ("mask not mirrored", BWD_MASK, PRODUCER, "params.window_right, params.window_left}", "0, 0}"),
     ("delta left out", RULE, BWD, "dp[4 * j + i] - (i % 2 ? delta.y : delta.x)", "dp[4 * j + i]"),
     ("dK from P", RULE, BWD, "issue_gradient(dk, ds_rounded, q)", "issue_gradient(dk, p_rounded, q)"),
-    ("dK not scaled", RULE, BWD, "dk,\n                     params.softmax_scale);", "dk, 1.f);"),
+    ("dK not scaled", RULE, BWD, "dk,\n                       params.softmax_scale);", "dk, 1.f);"),
     ("dropped P in dV", MODIFIED, BWD, "if constexpr (Traits::kModified) drop(s, kept);", ""),
     ("dV of kept ones not scaled", MODIFIED, TRAITS, "modified ? work.modifier.kept_scale : 1.f", "1.f"),
     (

@@ -2,6 +2,7 @@
 #include "fa3/backward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "device/host.h"
@@ -112,6 +113,54 @@ TileScheduler make_key_scheduler(const Problem& p, const Instance& instance) {
   return scheduler;
 }
 
+// How many blocks of queries see a block of keys, at most.
+int64_t blocks_seen(const Problem& p, const Instance& instance) {
+  const int64_t seqlen = p.packed_q || !p.batch ? p.seqlen_q : p.total_q / p.batch;
+  const int64_t all = (seqlen + instance.block_m - 1) / instance.block_m;
+  if (p.window_left < 0 || p.window_right < 0) return all;
+  const int64_t seen =
+      instance.block_n + clamp_window(p.window_left) + clamp_window(p.window_right);
+  return std::min(all, seen / instance.block_m + 2);
+}
+
+// Which tiles of keys are cut, and in how many parts: so that the call takes the least time,
+// counted in steps. Where all tiles take as long, those that would be left at the end for an SM
+// each. Causal ones are taken longest first, which does as well while they are many; else all are
+// cut.
+SplitTiles split_tiles(const Problem& p, const Instance& instance, int64_t tiles) {
+  const int64_t sms = std::max(1, p.device.sm_count);
+  const bool causal = p.window_right >= 0 && p.window_left < 0;
+  const bool alike = p.window_left < 0 && p.window_right < 0 && !p.packed_q && !p.packed_k &&
+                     !p.has_seqused_q && !p.has_seqused_k;
+  const int64_t whole = alike ? tiles - tiles % sms : tiles < 2 * sms ? 0 : tiles;
+  const int64_t rest = tiles - whole, most_left = 4 * sms;  // what parts leave takes workspace
+  const int64_t blocks = std::max<int64_t>(1, blocks_seen(p, instance));
+  const int64_t members = p.nheads / std::max(1, p.nheads_k);
+  const int64_t most = rest ? std::min<int64_t>(blocks, 64) : 1;
+  constexpr double kEnds = 6, kLeft = 0.75;  // a part's begin and end; adding what one has left
+  SplitTiles split{};
+  double least = INFINITY;
+  for (int64_t parts = 1; parts <= most && (parts - 1) * rest <= most_left; ++parts) {
+    const int64_t part_blocks = (blocks + parts - 1) / parts;
+    const double longest = part_blocks * members + kEnds;
+    double time;
+    if (!causal) {
+      time = (rest * parts + sms - 1) / sms * longest;
+    } else {  // on average half of the longest tile's blocks, and of its parts but one
+      const double items = rest * (parts + 1) / 2., mean = rest * blocks / 2. * members;
+      time = std::max(longest, (mean + items * kEnds) / sms);
+      if (parts > 1 && items > sms) time += longest / 2;
+    }
+    time += kLeft * (parts - 1);
+    if (time >= least) continue;
+    least = time;
+    split.parts = static_cast<int>(parts), split.blocks = static_cast<int>(part_blocks);
+  }
+  split.whole = static_cast<uint32_t>(whole);
+  split.num_items = static_cast<uint32_t>(whole + rest * split.parts);
+  return split;
+}
+
 // Everything but the tensor maps; returns the bytes of workspace.
 uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& instance,
                      void* workspace, BwdParams* params) {
@@ -120,9 +169,16 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   // A turn a tile of queries. Keys in columns need it only when deterministic, for each of their
   // slabs, which are two at most.
   const int64_t turns = !instance.is_wide ? q_tiles : p.deterministic ? 2 * q_tiles : 0;
-  fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns,
+  params->scheduler = make_key_scheduler(p, instance);
+  SplitTiles split = split_tiles(p, instance, params->scheduler.num_tiles);
+  const int64_t left = (split.num_items - split.whole) / split.parts * (split.parts - 1);
+  fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns + left,
                 !mappable(p.dout, queries(p)), parts, params->rows);
-  params->next_tile = params->rows.counters;
+  split.sums =
+      parts.take<float4>(left * instance.block_n * (instance.head_dim + instance.head_dim_v) / 4);
+  split.ready = params->rows.counters + 1 + turns;
+  params->split = split;
+  params->next_item = params->rows.counters;
   // Keys in rows store what a first block adds; keys in columns add to sums that prepare cleared.
   params->turns = instance.is_wide && !p.deterministic ? nullptr : params->rows.counters + 1;
   params->rows.turns = instance.is_wide ? nullptr : params->turns;
@@ -131,7 +187,6 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
                   t.seqused_k,
                   padded_length(p.packed_k, p.total_k, p.batch),
                   p.nheads_k};
-  params->scheduler = make_key_scheduler(p, instance);
   params->score_options = score_options(p, t);
   params->nheads = p.nheads;
   params->heads_per_kv = p.nheads_k ? p.nheads / p.nheads_k : 1;
@@ -207,7 +262,7 @@ Status plan_backward(const Problem& p, Plan* plan) {
   plan->workspace_bytes = fill_params(p, BwdTensors{}, instance, nullptr, &params);
   plan->tile_m = instance.block_m;
   plan->tile_n = instance.block_n;
-  plan->grid = std::min<int64_t>(params.scheduler.num_tiles, p.device.sm_count);
+  plan->grid = std::min<int64_t>(params.split.num_items, p.device.sm_count);
   if (p.max_ctas > 0) plan->grid = std::min<int64_t>(plan->grid, p.max_ctas);
   plan->smem = instance.smem_bytes;
   plan->stages = 2;

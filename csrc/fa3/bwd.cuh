@@ -317,10 +317,12 @@ __device__ __forceinline__ void BwdConsumer<Traits>::run() {
       differentiate(work, dk, dv);
       release(barriers.v_empty);
       release(barriers.k_empty);
-      write_gradient(work, params.dv_rows, params.dv_stride, params.rows.head_dim_v, dv,
-                     kept_scale_of<Traits>(work));
-      write_gradient(work, params.dk_rows, params.dk_stride, params.rows.head_dim, dk,
-                     params.softmax_scale);
+      if (join_parts<Traits>(params, work, dk, dv)) {
+        write_gradient(work, params.dv_rows, params.dv_stride, params.rows.head_dim_v, dv,
+                       kept_scale_of<Traits>(work));
+        write_gradient(work, params.dk_rows, params.dk_stride, params.rows.head_dim, dk,
+                       params.softmax_scale);
+      }
     }
     __syncwarp();
     release(barriers.tile_empty[tile % 2]);

@@ -2,6 +2,8 @@
 // parameter, tensor maps included, so that a captured graph holds it.
 #pragma once
 
+#include <vector_types.h>
+
 #include <cstdint>
 
 #include "device/bwd_rows.h"
@@ -35,6 +37,15 @@ constexpr int bwd_wide_smem_bytes(int head_dim, int head_dim_v, int block_m, int
          staged * block_m * 8 * 4 + (2 + do_stages) * block_m * 4;
 }
 
+// What CTAs take: tiles of keys, of which those from `whole` on are cut into parts.
+struct SplitTiles {
+  uint32_t whole, num_items;
+  int parts, blocks;  // `parts` items a tile; a part has `blocks` blocks of queries at most
+  // Of each such tile, parts - 1 times:
+  float4* sums;     // dK and dV as the consumers hold them
+  uint32_t* ready;  // how many warps have left theirs
+};
+
 struct BwdParams {
   device::TensorMap q, dout;  // boxes of 64 columns and kBlockM rows
   device::TensorMap k, v;     // kBlockN rows
@@ -44,7 +55,8 @@ struct BwdParams {
   device::BwdRowsParams rows;
   device::Rows keys;
   device::TileScheduler scheduler;  // of blocks of keys
-  uint32_t* next_tile;              // counter of tiles handed out
+  SplitTiles split;                 // what CTAs take: see bwd_parts.cuh
+  uint32_t* next_item;              // counter of those taken
   uint32_t* turns;  // (tiles of queries): blocks of keys that have added to dQ; or null
   device::ScoreOptions score_options;
   int nheads, heads_per_kv;

@@ -4,15 +4,18 @@
 #include "device/bwd_rows.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tma.cuh"
-#include "fa3/bwd_traits.cuh"
+#include "fa3/bwd_parts.cuh"
 
 namespace flash_ext::fa3 {
 
 // Fills in work, which lies in shared memory: the one thread that does it has few registers.
 template <typename Traits>
-__device__ __forceinline__ void find_bwd_work(const BwdParams& params, int64_t tile,
+__device__ __forceinline__ void find_bwd_work(const BwdParams& params, uint32_t item,
                                               BwdWork& work) {
+  const uint32_t tile = find_part(params.split, item, work);
+  asm volatile("" ::: "memory");  // what is known is stored: the search needs the registers
   work.keys = find_row_tile<Traits::kBlockN>(params.keys, params.scheduler, tile);
+  work.keys.slot = 0;  // for nobody
   work.range = {};
   const int sequence = work.keys.sequence;
   if (sequence < 0) return;
@@ -35,11 +38,14 @@ __device__ __forceinline__ void find_bwd_work(const BwdParams& params, int64_t t
   work.range = block_range<Traits::kBlockM>(work.seen_by.queries, n_begin, n_end);
   // Keys past the end need the mask at every block.
   if (n_end - n_begin < Traits::kBlockN) work.range.full_max = work.range.full_min;
+  take_part(params.split, work);
 }
 
+// Whether there is something to do: not for parts that a short tile does not have.
 template <typename Traits>
 __device__ __forceinline__ bool has_rows(const BwdWork& work) {
-  return work.keys.block * Traits::kBlockN < work.keys.rows;
+  return work.keys.block * Traits::kBlockN < work.keys.rows &&
+         (work.part <= 0 || work.range.min < work.range.max);
 }
 
 // Where the block of queries m of a head of the group lies among all tiles of queries.
@@ -84,11 +90,11 @@ __device__ __forceinline__ void load_tiles(const BwdParams& params, const Smem& 
                 kSlabsV = slab_columns(Traits::kHeadDimV) / kSlabColumns;
   uint32_t blocks = 0, tiles_loaded = 0;  // where the rings stand
   for (uint32_t taken = 0;; ++taken) {
-    const uint32_t tile = atomicAdd(params.next_tile, 1u);
+    const uint32_t item = atomicAdd(params.next_item, 1u);
     mbarrier_wait(smem_address(&barriers.tile_empty[taken % 2]), taken / 2 % 2 ^ 1);
     BwdWork& work = barriers.works[taken % 2];
     work.keys.head = -1;
-    if (tile < params.scheduler.num_tiles) find_bwd_work<Traits>(params, tile, work);
+    if (item < params.split.num_items) find_bwd_work<Traits>(params, item, work);
     mbarrier_arrive(smem_address(&barriers.tile_full[taken % 2]));
     if (work.keys.head < 0) return;
     if (!has_rows<Traits>(work)) continue;  // for the others too

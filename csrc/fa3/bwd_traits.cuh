@@ -87,7 +87,10 @@ struct BwdWork {
   int64_t q_row;
   int batch_q, used_q;
   SeenBy seen_by;
-  BlockRange range;   // blocks of queries
+  BlockRange range;   // blocks of queries: of this part
+  int part;           // of a tile that is cut, else -1
+  uint32_t slot;      // of the tile's first part in SplitTiles
+  bool leaves;        // dK and dV are for a later part
   Modifier modifier;  // modified scores only: of the group's first head
 };
 

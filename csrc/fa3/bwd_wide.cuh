@@ -82,9 +82,9 @@ struct BwdWideConsumer {
 
   // A slab of dQ = dS K.
   __device__ __forceinline__ void issue_dq(float (&c)[32], int slab) const {
-    const uint32_t ds = smem.ds, k = smem.k + (group * kSlabs + slab) * kSlabN;
+    const uint32_t ds = smem.ds, k = afresh(smem.k + group * kSlabs * kSlabN) + slab * kSlabN;
     const uint64_t a_first = descriptor_mn_major(afresh(ds), kSlabN),
-                   b_first = descriptor_mn_major(afresh(k), kSlabN);
+                   b_first = descriptor_mn_major(k, kSlabN);
     wgmma_own(c);
     wgmma_fence();
 #pragma unroll
@@ -345,8 +345,10 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
       float dk[kSlabs][kD] = {}, dv[kSlabsV][kD] = {};
       differentiate(work, dk, dv);
       sync_all();  // nobody reads K and V any more
-      write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
-      write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
+      if (join_parts<Traits>(params, work, dk, dv)) {
+        write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
+        write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
+      }
       if (is_leader()) {
         tma_store_wait_read();
         mbarrier_arrive(smem_address(&barriers.k_empty));

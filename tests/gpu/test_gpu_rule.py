@@ -31,6 +31,13 @@ PROBLEMS = {
     "no queries": {"lengths_q": (0, 0)},
     "spare rows": {"spare": 130, "causal": True},
     "scale": {"scale": 0.71},
+    # More blocks of keys than a card has SMs: a backward may cut the last ones into parts, here of equal tiles
+    # with blocks of 64, 96 or 128 keys and of 64, 80 or 128, and of causal ones none.
+    "many blocks of keys": {"lengths_q": (400,) * 2, "lengths_k": (1280,) * 2, "nheads_k": 7, "group": 1},
+    "more blocks of keys": {"lengths_q": (260,) * 3, "lengths_k": (1280,) * 3, "nheads_k": 9, "group": 1},
+    "causal, many blocks of keys": {"lengths_q": (400, 90), "lengths_k": (1280, 1000), "nheads_k": 14, "causal": True},
+    "few blocks of keys": {"lengths_q": (1500, 900), "lengths_k": (100, 130), "nheads_k": 1, "group": 3},
+    "causal, few blocks of keys": {"lengths_q": (900,), "lengths_k": (900,), "nheads_k": 1, "causal": True},
 }  # fmt: skip
 
 
