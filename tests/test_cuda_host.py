@@ -230,7 +230,7 @@ def test_blocks_of_keys_are_cut_where_sms_would_idle():
         for nheads_k in 1, 2, 8, 16:
             for causal in False, True:
                 most = left(plan(batch, seqlen, nheads_k, causal=causal), batch, seqlen) / of_a_part
-                assert most < 4 * 132 + 1, "however long"
+                assert most < 5 * 132 + 1, "however long"
     assert (
         "bucket 96" in flash_ext.plan(*halves(head_dim=72), device="sm_90", version="fa3", backward=True).why
     )

@@ -125,39 +125,36 @@ int64_t blocks_seen(const Problem& p, const Instance& instance) {
 
 // Which tiles of keys are cut, and in how many parts: so that the call takes the least time,
 // counted in steps. Where all tiles take as long, those that would be left at the end for an SM
-// each. Causal ones are taken longest first, which does as well while they are many; else all are
-// cut.
+// each; else all.
 SplitTiles split_tiles(const Problem& p, const Instance& instance, int64_t tiles) {
   const int64_t sms = std::max(1, p.device.sm_count);
-  const bool causal = p.window_right >= 0 && p.window_left < 0;
   const bool alike = p.window_left < 0 && p.window_right < 0 && !p.packed_q && !p.packed_k &&
                      !p.has_seqused_q && !p.has_seqused_k;
-  const int64_t whole = alike ? tiles - tiles % sms : tiles < 2 * sms ? 0 : tiles;
-  const int64_t rest = tiles - whole, most_left = 4 * sms;  // what parts leave takes workspace
+  const bool causal = p.window_left < 0 && p.window_right >= 0;
+  const int64_t rest = alike ? tiles % sms : tiles;
   const int64_t blocks = std::max<int64_t>(1, blocks_seen(p, instance));
   const int64_t members = p.nheads / std::max(1, p.nheads_k);
-  const int64_t most = rest ? std::min<int64_t>(blocks, 64) : 1;
-  constexpr double kEnds = 6, kLeft = 0.75;  // a part's begin and end; adding what one has left
-  SplitTiles split{};
+  // What a part's begin and end take, and to add what one has left, which takes workspace too.
+  constexpr double kEnds = 6, kLeft = 1;
+  const int64_t most = rest ? std::min({blocks, 1 + 5 * sms / rest, int64_t{64}}) : 1;
+  int64_t best = 1;
   double least = INFINITY;
-  for (int64_t parts = 1; parts <= most && (parts - 1) * rest <= most_left; ++parts) {
-    const int64_t part_blocks = (blocks + parts - 1) / parts;
-    const double longest = part_blocks * members + kEnds;
-    double time;
-    if (!causal) {
-      time = (rest * parts + sms - 1) / sms * longest;
-    } else {  // on average half of the longest tile's blocks, and of its parts but one
-      const double items = rest * (parts + 1) / 2., mean = rest * blocks / 2. * members;
-      time = std::max(longest, (mean + items * kEnds) / sms);
-      if (parts > 1 && items > sms) time += longest / 2;
+  for (int64_t parts = 1; parts <= most; ++parts) {
+    const double longest = (blocks + parts - 1) / parts * members + kEnds;
+    double time = (rest * parts + sms - 1) / sms * longest;
+    if (causal) {  // the mean tile has half of the longest one's blocks, and parts to match
+      const double items = rest * (parts + 1) / 2., steps = rest * blocks * members / 2.;
+      time = std::max(longest, (steps + items * kEnds) / sms);
+      if (parts > 1 && items > sms) time += longest / 2;  // SMs do not end together
     }
     time += kLeft * (parts - 1);
-    if (time >= least) continue;
-    least = time;
-    split.parts = static_cast<int>(parts), split.blocks = static_cast<int>(part_blocks);
+    if (time < least) best = parts, least = time;
   }
-  split.whole = static_cast<uint32_t>(whole);
-  split.num_items = static_cast<uint32_t>(whole + rest * split.parts);
+  SplitTiles split{};
+  split.whole = static_cast<uint32_t>(best == 1 ? tiles : tiles - rest);
+  split.parts = static_cast<int>(best);
+  split.blocks = static_cast<int>((blocks + best - 1) / best);
+  split.num_items = static_cast<uint32_t>(tiles + rest * (best - 1));
   return split;
 }
 
@@ -171,7 +168,7 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   const int64_t turns = !instance.is_wide ? q_tiles : p.deterministic ? 2 * q_tiles : 0;
   params->scheduler = make_key_scheduler(p, instance);
   SplitTiles split = split_tiles(p, instance, params->scheduler.num_tiles);
-  const int64_t left = (split.num_items - split.whole) / split.parts * (split.parts - 1);
+  const int64_t left = split.num_items - params->scheduler.num_tiles;
   fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns + left,
                 !mappable(p.dout, queries(p)), parts, params->rows);
   split.sums =
