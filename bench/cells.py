@@ -152,6 +152,17 @@ def _paper() -> Grid:
     return Grid(cells, ("fa3", "fa2", "fa1", "sdpa_flash", "cudnn", "fa3_upstream"))
 
 
+def _few() -> Grid:
+    """Backwards of one sequence with few heads of k: as many blocks of keys as SMs, or fewer."""
+    shapes = [(2048, 32, 1, 128), (2048, 32, 8, 128), (4096, 16, 2, 128), (8192, 8, 1, 128)]
+    shapes += [(1024, 8, 8, 128), (2048, 32, 8, 64), (2048, 8, 1, 256), (1024, 8, 8, 256)]
+    cells = [
+        _square("bwd", "bfloat16", 1, seqlen, nheads, head_dim, causal, nheads_k)
+        for (seqlen, nheads, nheads_k, head_dim), causal in product(shapes, (False, True))
+    ]
+    return Grid(cells, ("fa3", "fa2", "sdpa_flash", "cudnn", "fa3_upstream"))
+
+
 def _generations() -> Grid:
     """All generations on one card, in float16, which each of them has; 16k tokens and 2048 hidden units."""
     kinds = product(("fwd", "bwd"), (64, 128), (False, True), (1024, 2048, 4096, 8192))
@@ -216,4 +227,11 @@ def _smoke() -> Grid:
     return Grid([*cells, *beside], ("cpu", "fa1", "fa2", "fa3", *peers), beside=beside)
 
 
-GRIDS = {"cpu": _cpu, "generations": _generations, "options": _options, "paper": _paper, "smoke": _smoke}
+GRIDS = {
+    "cpu": _cpu,
+    "few": _few,
+    "generations": _generations,
+    "options": _options,
+    "paper": _paper,
+    "smoke": _smoke,
+}
