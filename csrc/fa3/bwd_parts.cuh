@@ -20,13 +20,15 @@ __device__ __forceinline__ uint32_t find_part(const SplitTiles& split, uint32_t 
   return split.whole + tile;
 }
 
-// The part's share of the tile's blocks of queries, last ones first.
+// The part's share of the tile's blocks of queries, last ones first. What is more than the host
+// thought, which only has a hint of packed lengths, is the last part's.
 __device__ __forceinline__ void take_part(const SplitTiles& split, BwdWork& work) {
   if (work.part < 0) return;
   BlockRange& range = work.range;
   range.max -= work.part * split.blocks;
-  work.leaves = range.max - split.blocks > range.min;
-  range.min = max(range.min, range.max - split.blocks);
+  const int min = work.part == split.parts - 1 ? range.min : range.max - split.blocks;
+  work.leaves = min > range.min;
+  if (work.leaves) range.min = min;
 }
 
 // Where this thread keeps what it holds of dK and dV of part `part`: every kThreads-th vector.

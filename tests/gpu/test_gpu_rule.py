@@ -1,6 +1,9 @@
 """Every kind of problem, by the rule of compare.py: each row and block within twice plain PyTorch's error."""
 
+import functools
+
 import bed
+import compare
 import pytest
 import torch
 
@@ -45,6 +48,16 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_problem(name, kernel):
     kernel.check_problem(**PROBLEMS[name], seed=fresh_seed())
+
+
+@pytest.mark.parametrize("kernel", bed.WITH_BACKWARD, ids=str)
+@pytest.mark.parametrize("hint", [0, 130, 10**6])
+def test_hints_of_packed_lengths_may_be_wrong(hint, kernel):
+    lengths = {"lengths_q": (900, 300), "lengths_k": (300, 130)}
+    problem = kernel.fits(packed_q=True, packed_k=True, **lengths, nheads_k=1, group=2, seed=fresh_seed())
+    function = functools.partial(kernel.forward, max_seqlen_q=hint, max_seqlen_k=hint)
+    inputs, options, *gradients = problem.tensors(bed.DEVICE)
+    compare.Expected(inputs, options, *gradients).hold(function)
 
 
 MODIFIED = {
