@@ -19,6 +19,7 @@ using namespace device;
 struct Instance {
   DType dtype;
   int head_dim, head_dim_v, block_m, block_n, smem_bytes;
+  int part_vectors;
   bool is_wide;  // consumers own columns, not keys, and add dQ themselves
   bool modified;
   cudaError_t (*launch)(const BwdParams&, int64_t grid, cudaStream_t);
@@ -27,9 +28,17 @@ struct Instance {
 template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, bool kModified>
 constexpr Instance make_instance(bool is_wide, decltype(Instance::launch) launch) {
   const auto smem_bytes = is_wide ? bwd_wide_smem_bytes : bwd_smem_bytes;
-  return {kDType<Element>, kHeadDim,  kHeadDimV,
-          kBlockM,         kBlockN,   smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN),
-          is_wide,         kModified, launch};
+  const auto part_vectors = is_wide ? bwd_wide_part_vectors : bwd_part_vectors;
+  return {kDType<Element>,
+          kHeadDim,
+          kHeadDimV,
+          kBlockM,
+          kBlockN,
+          smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN),
+          part_vectors(kHeadDim, kHeadDimV, kBlockM, kBlockN),
+          is_wide,
+          kModified,
+          launch};
 }
 
 #define INSTANCE_fwd(...)
@@ -171,8 +180,7 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   const int64_t left = split.num_items - params->scheduler.num_tiles;
   fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns + left,
                 !mappable(p.dout, queries(p)), parts, params->rows);
-  split.sums =
-      parts.take<float4>(left * instance.block_n * (instance.head_dim + instance.head_dim_v) / 4);
+  split.sums = parts.take<float4>(left * instance.part_vectors);
   split.ready = params->rows.counters + 1 + turns;
   params->split = split;
   params->next_item = params->rows.counters;

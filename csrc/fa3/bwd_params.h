@@ -28,13 +28,25 @@ constexpr int bwd_smem_bytes(int head_dim, int head_dim_v, int block_m, int bloc
 // there is room. Of the eight eights of columns of a slab of dQ so many pass through shared memory.
 constexpr int bwd_wide_do_stages(int head_dim) { return head_dim == 256 ? 1 : 2; }
 constexpr int bwd_wide_consumers(int head_dim) { return head_dim == 256 ? 2 : 3; }
-constexpr int bwd_wide_staged(int head_dim) { return head_dim == 256 ? 7 : 5; }
+constexpr int bwd_wide_staged(int head_dim, int head_dim_v) {
+  return head_dim == 256 ? 7 : head_dim_v == 128 ? 8 : 5;
+}
 constexpr int bwd_wide_smem_bytes(int head_dim, int head_dim_v, int block_m, int block_n) {
   const int do_stages = bwd_wide_do_stages(head_dim),
-            staged = bwd_wide_consumers(head_dim) * bwd_wide_staged(head_dim);
+            staged = bwd_wide_consumers(head_dim) * bwd_wide_staged(head_dim, head_dim_v);
   return kBwdBarrierBytes + 2 * block_n * (head_dim + head_dim_v) +
          2 * block_m * (2 * head_dim + do_stages * head_dim_v) + 2 * 2 * block_m * block_n +
          staged * block_m * 8 * 4 + (2 + do_stages) * block_m * 4;
+}
+
+// How many vectors of four the consumers hold of dK and dV of a tile. Above 128 columns the warp
+// groups have room for as many slabs of dV each, though not all may own one.
+constexpr int bwd_part_vectors(int head_dim, int head_dim_v, int, int block_n) {
+  return block_n * (head_dim + head_dim_v) / 4;
+}
+constexpr int bwd_wide_part_vectors(int head_dim, int head_dim_v, int, int block_n) {
+  const int columns = 64 * bwd_wide_consumers(head_dim);
+  return block_n * (head_dim + (head_dim_v + columns - 1) / columns * columns) / 4;
 }
 
 // What CTAs take: tiles of keys, of which those from `whole` on are cut into parts.

@@ -38,9 +38,7 @@ struct PartSums {
   float4* at;
 
   __device__ __forceinline__ PartSums(const BwdParams& params, const BwdWork& work, int part)
-      : at(params.split.sums +
-           int64_t{work.slot + part} *
-               (Traits::kBlockN * (Traits::kHeadDim + Traits::kHeadDimV) / 4) +
+      : at(params.split.sums + int64_t{work.slot + part} * Traits::kPartVectors +
            fresh_thread_index() - 128) {}
 
   template <int kCount>

@@ -33,6 +33,7 @@ struct BwdTraits {
   static constexpr int kDsBytes = kBlockM * kBlockN * 2, kDqBytes = kBlockM * kSlabs * 64 * 4;
   static constexpr int kRowBytes = kBlockM * 4;  // of lse, of delta
   static constexpr int kSmemBytes = bwd_smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN);
+  static constexpr int kPartVectors = bwd_part_vectors(kHeadDim, kHeadDimV, kBlockM, kBlockN);
   // dQ is 64 x kDqColumns a warp group: half of the rows, or half of the columns.
   static constexpr bool kSplitRows = kBlockM == 128;
   static constexpr int kDqColumns = kSplitRows ? 64 * kSlabs : 32 * kSlabs;

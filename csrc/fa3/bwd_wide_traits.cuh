@@ -23,10 +23,13 @@ struct BwdWideTraits {
   static constexpr int kRowBytes = kBlockM * 4;              // of lse, of delta
   static constexpr int kKeys = kBlockN / kConsumers;         // whose scores a warp group computes
   static constexpr int kSlabs = kHeadDim / 64 / kConsumers;  // of 64 columns that it owns
-  static constexpr int kSlabsV = kHeadDimV / 64 / kConsumers;
+  static constexpr int kOwnersV = kHeadDimV == 128 ? 2 : kConsumers;  // of columns of dV
+  static constexpr int kSlabsV = kHeadDimV / 64 / kOwnersV;
+  static constexpr int kPartVectors = bwd_wide_part_vectors(kHeadDim, kHeadDimV, kBlockM, kBlockN);
   static constexpr int kDqStages = 1, kDqThreads = 1 + kSlabs;  // they keep turns: consumers add
-  static constexpr int kStaged = bwd_wide_staged(kHeadDim);     // eights of columns of a slab of dQ
-  static constexpr int kStagedBytes = kStaged * 512;            // of a warp
+  static constexpr int kStaged =
+      bwd_wide_staged(kHeadDim, kHeadDimV);           // eights of columns of a slab of dQ
+  static constexpr int kStagedBytes = kStaged * 512;  // of a warp
   static constexpr int kSmemBytes = bwd_wide_smem_bytes(kHeadDim, kHeadDimV, kBlockM, kBlockN);
   // They add up to what the launch gives the block: 168 x 384 or 128 x 512.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kModified ? 40 : 24;
@@ -35,7 +38,7 @@ struct BwdWideTraits {
   static_assert(kBlockM == 64, "P and dS are one slab of 64 queries");
   static_assert(kBlockN % 16 == 0 && kKeys % 8 == 0, "keys are dealt out in eights");
   static_assert(!kModified || kKeys % 16 == 0, "dropout draws for 16 keys at a time");
-  static_assert(kHeadDim == 64 * kSlabs * kConsumers && kHeadDimV == 64 * kSlabsV * kConsumers,
+  static_assert(kHeadDim == 64 * kSlabs * kConsumers && kHeadDimV == 64 * kSlabsV * kOwnersV,
                 "a warp group owns a number of slabs");
   static_assert(kSmemBytes <= 232448, "a block has 227 KB");
 };
