@@ -180,7 +180,7 @@ uint64_t fill_params(const Problem& p, const BwdTensors& t, const Instance& inst
   const int64_t left = split.num_items - params->scheduler.num_tiles;
   fill_bwd_rows(p, t, instance.block_m, slab_columns(instance.head_dim), 1 + turns + left,
                 !mappable(p.dout, queries(p)), parts, params->rows);
-  split.sums = parts.take<float4>(left * instance.part_vectors);
+  split.sums = parts.take<float>(left * instance.part_vectors * 4);
   split.ready = params->rows.counters + 1 + turns;
   params->split = split;
   params->next_item = params->rows.counters;

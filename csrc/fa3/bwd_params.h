@@ -2,8 +2,6 @@
 // parameter, tensor maps included, so that a captured graph holds it.
 #pragma once
 
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "device/bwd_rows.h"
@@ -54,7 +52,7 @@ struct SplitTiles {
   uint32_t whole, num_items;
   int parts, blocks;  // `parts` items a tile; a part has `blocks` blocks of queries at most
   // Of each such tile, parts - 1 times:
-  float4* sums;     // dK and dV as the consumers hold them
+  float* sums;      // dK and dV as the consumers hold them
   uint32_t* ready;  // how many warps have left theirs
 };
 

@@ -38,8 +38,8 @@ struct PartSums {
   float4* at;
 
   __device__ __forceinline__ PartSums(const BwdParams& params, const BwdWork& work, int part)
-      : at(params.split.sums + int64_t{work.slot + part} * Traits::kPartVectors +
-           fresh_thread_index() - 128) {}
+      : at(reinterpret_cast<float4*>(params.split.sums) +
+           int64_t{work.slot + part} * Traits::kPartVectors + fresh_thread_index() - 128) {}
 
   template <int kCount>
   __device__ __forceinline__ void put(const float (&c)[kCount]) {

@@ -43,15 +43,6 @@ struct BwdWideConsumer {
   }
   __device__ __forceinline__ void sync_own() const { named_barrier_sync(kOwnBarrier + group, 128); }
   static __device__ __forceinline__ bool is_leader() { return threadIdx.x % 128 == 0; }
-  // Whose columns of dV this warp group computes. One without any computes another's and does not
-  // write them: in a branch around products ptxas would serialise.
-  __device__ __forceinline__ int group_v() const {
-    if constexpr (Traits::kOwnersV == Traits::kConsumers) {
-      return group;
-    } else {
-      return min(group, Traits::kOwnersV - 1);
-    }
-  }
 
   template <int kCount>
   static __device__ __forceinline__ void own(float (&c)[kCount][kD]) {
@@ -234,7 +225,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::step(const BwdWork& wor
   const uint32_t dout = smem.dout + do_stage() * Traits::kDoBytes;
 #pragma unroll
   for (int slab = 0; slab < kSlabsV; ++slab)
-    issue_gradient(dv[slab], dout + (group_v() * kSlabsV + slab) * kSlabM, smem.p);
+    issue_gradient(dv[slab], dout + (Traits::owner_v(group) * kSlabsV + slab) * kSlabM, smem.p);
   if constexpr (!Traits::kModified) {
     wgmma_wait<kSlabsV>();  // dP
     wgmma_own(dp);
@@ -355,7 +346,7 @@ __device__ __forceinline__ void BwdWideConsumer<Traits>::run() {
       differentiate(work, dk, dv);
       sync_all();  // nobody reads K and V any more
       if (join_parts<Traits>(params, work, dk, dv)) {
-        if (group == group_v())
+        if (group == Traits::owner_v(group))
           write_gradient(work, params.dv, smem.v, dv, kept_scale_of<Traits>(work));
         write_gradient(work, params.dk, smem.k, dk, params.softmax_scale);
       }

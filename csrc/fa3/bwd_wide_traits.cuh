@@ -34,6 +34,15 @@ struct BwdWideTraits {
   // They add up to what the launch gives the block: 168 x 384 or 128 x 512.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kModified ? 40 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kModified ? 232 : 240;
+  // Whose columns of dV a warp group computes. One without any computes another's and does not
+  // write them: in a branch around products ptxas would serialise.
+  static __device__ __forceinline__ int owner_v(int group) {
+    if constexpr (kOwnersV == kConsumers) {
+      return group;
+    } else {
+      return min(group, kOwnersV - 1);
+    }
+  }
   static_assert(kSlabs <= 2, "dQ is added slab by slab");
   static_assert(kBlockM == 64, "P and dS are one slab of 64 queries");
   static_assert(kBlockN % 16 == 0 && kKeys % 8 == 0, "keys are dealt out in eights");
