@@ -194,10 +194,19 @@ def test_plans_of_fa3_backward():
     )
     wide = flash_ext.plan(*halves(head_dim=192, head_dim_v=128), device="sm_90", version="fa3", backward=True)
     assert wide.tile == (64, 96)
+    square = flash_ext.plan(*halves(head_dim=192), device="sm_90", version="fa3", backward=True)
+    assert wide.smem_bytes < square.smem_bytes, "128 columns of V have kernels of their own"
     modified = flash_ext.plan(
         *halves(head_dim=256), device="sm_90", version="fa3", backward=True, softcap=5.0
     )
     assert modified.tile == (64, 64)
+    assert (
+        "bucket 96" in flash_ext.plan(*halves(head_dim=72), device="sm_90", version="fa3", backward=True).why
+    )
+    assert flash_ext.plan(*halves(head_dim=256), device="sm_90", version="fa3", backward=True).tile == (
+        64,
+        80,
+    )
 
 
 def test_blocks_of_keys_are_cut_where_sms_would_idle():
@@ -231,10 +240,3 @@ def test_blocks_of_keys_are_cut_where_sms_would_idle():
             for causal in False, True:
                 most = left(plan(batch, seqlen, nheads_k, causal=causal), batch, seqlen) / of_a_part
                 assert most < 5 * 132 + 1, "however long"
-    assert (
-        "bucket 96" in flash_ext.plan(*halves(head_dim=72), device="sm_90", version="fa3", backward=True).why
-    )
-    assert flash_ext.plan(*halves(head_dim=256), device="sm_90", version="fa3", backward=True).tile == (
-        64,
-        80,
-    )
