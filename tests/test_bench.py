@@ -60,6 +60,14 @@ def test_masked_work_is_counted_exactly(change, pairs):
     assert replace(cell, pass_="fwd+bwd").flops == 3.5 * cell.flops
 
 
+def test_the_few_grid_has_no_more_blocks_of_keys_than_sms():
+    cells = GRIDS["few"]().cells
+    assert len(set(cells)) == 16 and {cell.pass_ for cell in cells} == {"bwd"}
+    for cell in cells:
+        block = 80 if cell.head_dim == 256 else 128
+        assert cell.batch * cell.nheads_k * -(-cell.seqlen_k // block) <= 132, cell.name
+
+
 def test_the_paper_grid_has_forty_shapes():
     cells = GRIDS["paper"]().cells
     for pass_ in ("fwd", "bwd"):

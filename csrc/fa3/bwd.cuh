@@ -1,13 +1,13 @@
 // FlashAttention-3 backward: TMA and WGMMA, warp-specialised. See README.md for the schedule,
 // drawn.
 //
-// A CTA owns a block of keys of one head of k and walks over the queries that see them, of every
-// head of its group. Two consumer warp groups own 64 keys each and hold dK and dV in registers.
-// They compute S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T come out as A operands: dV +=
-// P^T dO and dK += dS^T Q read them from registers. dS^T also goes to shared memory, where dQ = dS
-// K takes it from. With blocks of 128 queries that happens a block later: so the warp groups need
-// not meet, and one computes P and dS while the products of the other run. Threads of the
-// producer's group add dQ to its float32 sums by bulk copies.
+// A CTA owns a block of keys of one head of k and walks over the queries that see them, or a part
+// of these (bwd_parts.cuh), of every head of its group. Two consumer warp groups own 64 keys each
+// and hold dK and dV in registers. They compute S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
+// come out as A operands: dV += P^T dO and dK += dS^T Q read them from registers. dS^T also goes to
+// shared memory, where dQ = dS K takes it from. With blocks of 128 queries that happens a block
+// later: so the warp groups need not meet, and one computes P and dS while the products of the
+// other run. Threads of the producer's group add dQ to its float32 sums by bulk copies.
 #pragma once
 
 #include <cuda_runtime.h>
